@@ -1,4 +1,5 @@
-"""``python -m liger_ext``: what is installed, and what will run on this machine; ``doctor`` and ``tune``."""
+"""The command ``python -m liger_ext``: reports the installation and this machine. Its subcommands are ``doctor``, which
+also tests every op, and ``tune``, which measures this machine's GPU."""
 
 import signal
 import sys

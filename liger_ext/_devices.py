@@ -1,5 +1,5 @@
-"""The GPUs of this machine as liger_ext sees them, and whether its library has code for them. Torch and the driver
-know the rest."""
+"""Lists the GPUs of this machine, and for each GPU whether liger_ext's GPU library has machine code, PTX or nothing for
+it. The doctor and tune use the list."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from . import _C, _fit, _load
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU that torch can use. ``code``: what the build holds for it: "machine code", "PTX" or "nothing"."""
+    """A GPU that torch can use. ``code``: the code that liger_ext's build has for it: "machine code", "PTX" or
+    "nothing"."""
 
     index: int
     name: str
@@ -25,7 +26,8 @@ class Device:
 
 
 def running_profile(index: int) -> _C.DeviceProfile | None:
-    """What the library has read from the driver, from which it makes its plans."""
+    """Returns the device profile that the GPU library reads from the driver and plans launches for; None without a
+    library."""
     library = _load.gpu_kernels()
     if library is None:
         return None
@@ -35,7 +37,7 @@ def running_profile(index: int) -> _C.DeviceProfile | None:
 
 
 def devices() -> list[Device]:
-    """All GPUs that torch can use."""
+    """Returns all GPUs that torch can use."""
     found = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
@@ -50,13 +52,13 @@ def devices() -> list[Device]:
 
 
 def driver() -> str:
-    """The kernel driver's version: NVIDIA's or AMD's, "none" or "unknown"."""
+    """Returns the kernel driver's name and version: NVIDIA's or AMD's, "none" or "unknown"."""
     found = _fit.gpu_driver()
     return "unknown" if found == "none" and torch.cuda.is_available() else found
 
 
 def toolkit() -> str:
-    """The compilers of torch and of liger_ext's GPU libraries."""
+    """Returns the compilers of torch and of liger_ext's GPU libraries, in words."""
     of_torch = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
     of_torch = of_torch if torch.version.cuda or torch.version.hip else "no GPU toolkit"
     of_ours = ", ".join(facts.compiler for facts in _load.gpu_facts.values())
@@ -64,7 +66,7 @@ def toolkit() -> str:
 
 
 def cpu_isa() -> str:
-    """The instruction set that the CPU library has chosen: baseline, avx2 or avx512."""
+    """Returns the instruction set that the CPU library has chosen: baseline, avx2 or avx512."""
     read = ctypes.CDLL(str(_load.library_folder() / "libliger_ext_cpu.so")).liger_ext_cpu_isa
     read.restype = ctypes.c_char_p
     return read().decode()

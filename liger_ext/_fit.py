@@ -1,6 +1,7 @@
-"""Decides whether a GPU library fits this torch, driver and GPU, from what each was built for.
+"""Checks whether a GPU library fits this machine's torch, driver and GPU, by comparing versions and architectures.
 
-``misfit`` takes numbers and names only, so that a table tests it: nothing here loads a library or starts a GPU.
+``misfit`` takes numbers and names only, so that a table of cases can test it. No function of this file loads a library
+of liger_ext or initialises a GPU.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ _MARK = b"liger_ext build facts: "  # csrc/build_facts.cpp.in
 
 @dataclass(frozen=True)
 class BuildFacts:
-    """``backend``: cpu, cuda, hip, host or emulated. ``torch``: whose headers it was built with. ``compiler``: of its
-    kernels, "CUDA 12.9.86". ``architectures``: of a GPU library, "8.0 9.0a 7.5+PTX" or "gfx90a gfx942"."""
+    """The facts that a library records of its build. ``backend``: cpu, cuda, hip, host or emulated. ``torch``: the
+    version whose headers it was built with. ``compiler``: of its kernels, such as "CUDA 12.9.86". ``architectures``: of
+    a GPU library, such as "8.0 9.0a 7.5+PTX" or "gfx90a gfx942"."""
 
     version: str
     torch: str
@@ -31,8 +33,8 @@ class BuildFacts:
 
 
 def read_facts(library: Path) -> BuildFacts:
-    """Reads the facts from a library's file. The library need not be loadable here. Raises OSError or ValueError if the
-    file has no facts."""
+    """Reads the facts from a library's file, without loading it. Raises OSError if the file cannot be read, ValueError
+    if it has no facts."""
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         start = content.find(_MARK) + len(_MARK)
         if start < len(_MARK):
@@ -61,7 +63,7 @@ def this_machine() -> Machine:
 
 
 def gpu_driver() -> str:
-    """The kernel driver's name and version: NVIDIA's or AMD's, or "none"."""
+    """Returns the kernel driver's name and version: NVIDIA's or AMD's, or "none"."""
     nvidia, amd = Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version")
     if nvidia.exists():
         number = re.search(r"\b\d{3,}\.\d+(\.\d+)?", nvidia.read_text())
@@ -80,8 +82,8 @@ def _driver_cuda() -> tuple[int, int] | None:
 
 
 def coverage(architectures: str, major: int, minor: int) -> str:
-    """How a build for these CUDA architectures ("8.0 9.0a 7.5+PTX") runs on a GPU of compute capability major.minor:
-    "machine code", "PTX" (compiled by the driver at the first call) or "nothing".
+    """Returns the code that a GPU of compute capability major.minor runs from a build for these CUDA architectures
+    ("8.0 9.0a 7.5+PTX"): "machine code", "PTX" (compiled by the driver at the first call) or "nothing".
 
     Code for a capability runs on later ones of its major version, "9.0a" on 9.0 alone, PTX on everything later.
     """
@@ -108,7 +110,7 @@ def code_for(architecture: str, libraries: Mapping[str, BuildFacts]) -> str:
 
 
 def rebuild(architecture: str) -> str:
-    """The command that makes a library with code for an architecture."""
+    """Returns the command that builds a library with code for an architecture."""
     backend, variable = "cuda", "LIGER_EXT_CUDA_ARCHS"
     if architecture.startswith("gfx"):
         backend, variable = "hip", "LIGER_EXT_HIP_ARCHS"
@@ -119,8 +121,9 @@ def rebuild(architecture: str) -> str:
 def misfit(
     libraries: Mapping[str, BuildFacts], version: str, machine: Machine, architecture: str | None = None
 ) -> str | None:
-    """Why no GPU library of ``libraries`` (by backend) serves this machine, in a sentence with what to do; None where
-    one does. ``version``: the package's. ``architecture``: of one GPU ("9.0", "gfx942"); without it, for any GPU.
+    """Returns a sentence that explains why no library of ``libraries`` (by backend) fits this machine and names the
+    remedy; None if one fits. ``version``: the package's. ``architecture``: of one GPU ("9.0", "gfx942"); None: the
+    check is independent of the GPU.
     """
     library = libraries.get(machine.backend)
     if machine.backend is None:
@@ -143,7 +146,7 @@ def misfit(
         )
     built, runs = tuple(map(int, re.findall(r"\d+", library.compiler)[:2])), machine.driver_cuda
     newer = machine.cuda is not None and runs is not None and built > runs
-    if newer and built[0] > runs[0]:  # within a major version CUDA promises that machine code runs
+    if newer and built[0] > runs[0]:  # CUDA guarantees that machine code runs within one major version
         return (
             f"liger_ext's CUDA library is built with CUDA {built[0]}.{built[1]}, and the driver ({machine.driver}) "
             f"runs CUDA up to {runs[0]}.{runs[1]}. Update the driver, or install a liger_ext built with CUDA {runs[0]}"
@@ -159,6 +162,6 @@ def misfit(
     if code == "PTX" and newer:
         return (
             f"liger_ext's CUDA library has only PTX for {architecture}, made by CUDA {built[0]}.{built[1]}, and the "
-            f"driver ({machine.driver}) compiles that of CUDA {runs[0]}.{runs[1]} and older. Update the driver"
+            f"driver ({machine.driver}) compiles PTX of CUDA {runs[0]}.{runs[1]} and older. Update the driver"
         )
     return None

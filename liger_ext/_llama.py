@@ -1,5 +1,5 @@
-"""What one layer and the head of an 8B Llama ask of a GPU: the launches of each op, and how many tokens the fused loss
-takes. Numbers only: they can be asked for a GPU that is not here."""
+"""Computes the launch plans of each op at the sizes of an 8B Llama, and the number of tokens for which the fused loss
+fits in memory, for the doctor. A device profile suffices for this, so the GPU need not be in this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPE = (
 
 
 def plans(profile: _C.DeviceProfile) -> Iterator[tuple[str, list[_C.NamedLaunch]]]:
-    """Ops and the launches that each makes."""
+    """Yields the name of each op and of each backward, with its launches."""
     for record in RECORDS.values():
         if record.kernels == record.name:
             for name in (record.name, f"{record.name}_backward"):
@@ -29,18 +29,20 @@ def plans(profile: _C.DeviceProfile) -> Iterator[tuple[str, list[_C.NamedLaunch]
 
 
 def fused_loss_bytes(call: Call, memory: str | int) -> int:
-    """The most memory that it has at a time: x, weight and target, their gradients, and what the op allocates."""
+    """Returns the peak memory of a call: x, weight and target, their gradients, and the op's allocations."""
     inputs = (call.rows + call.vocab) * call.hidden * call.compute.itemsize + call.rows * 8
     return inputs + choose(call, memory).bytes
 
 
 def most_tokens(call: Call, memory: str | int, free: int) -> int:
-    """The largest number of tokens whose ``fused_loss_bytes`` are at most ``free``; 0 if not even one."""
+    """Returns the largest number of tokens whose ``fused_loss_bytes`` are at most ``free``; 0 if one token is too
+    many."""
 
     def fits(tokens: int) -> bool:
         return fused_loss_bytes(call._replace(rows=tokens), memory) <= free
 
-    # More tokens may take less memory where another plan begins, so the last of many counts is the one to look behind.
+    # The memory is not monotonic: more tokens may take less where the plan changes. So the bisection starts at the
+    # largest of many counts that fits.
     counts = [1, *(int(1.2**power) for power in range(20, 130))]
     fitting = [index for index, tokens in enumerate(counts[:-1]) if fits(tokens)]
     if not fitting:
@@ -53,9 +55,11 @@ def most_tokens(call: Call, memory: str | int, free: int) -> int:
 
 
 def tokens_at_each_level(profile: _C.DeviceProfile, free: int) -> dict[str, dict[str, float]]:
-    """By name of a memory level: "rows" of logits at a time, the share of their gradient that is "stored" until it is
-    used, and "bytes" that the call of ``SHAPE`` takes, and "tokens", the largest count that the fused loss takes at
-    Llama's sizes on this GPU, of whose memory ``free`` bytes can be had."""
+    """Returns, by the name of each level of memory, four facts about the fused loss at ``SHAPE``. "rows": the rows of
+    logits that exist at a time. "stored": the share of the gradient of the logits that is stored for the backward.
+    "bytes": the peak memory of the call. "tokens": the largest number of tokens, with Llama's other sizes, for which a
+    call fits in ``free`` bytes of this GPU's memory.
+    """
     found = {}
     call = Call.of(TOKENS, HIDDEN, VOCAB, DTYPE, device_with(profile))
     for level in LEVELS:

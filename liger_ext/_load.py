@@ -1,9 +1,9 @@
-"""Finds and loads the libraries, and explains why the GPU one is missing where it is.
+"""Finds and loads the native libraries, and explains why the GPU library is not loaded.
 
-``libliger_ext_cpu.so`` (schemas and the CPU backend) must load. Of ``libliger_ext_cuda.so`` and ``libliger_ext_hip.so``
-the one that fits torch is loaded, if it is there. The environment variable ``LIGER_EXT_LIB`` names another folder to
-take them from, for developers with several builds. ``_C`` must not be imported before this module: here its absence is
-explained.
+``libliger_ext_cpu.so`` (schemas and the CPU backend) must load. ``libliger_ext_cuda.so`` or ``libliger_ext_hip.so`` is
+loaded if it exists and fits torch. The environment variable ``LIGER_EXT_LIB`` names another folder for the libraries,
+for developers with several builds. Import this module before ``_C``: it raises an error with advice if ``_C`` is
+absent.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ MINIMUM_TORCH = (2, 11)
 
 cpu_facts: _fit.BuildFacts
 gpu_facts: dict[str, _fit.BuildFacts] = {}
-"""Of the GPU libraries in the folder, by backend, loaded or not."""
+"""The build facts of each GPU library in the folder, by backend, whether it is loaded or not."""
 _gpu_error: str | None = None
 _folder: Path
 
 
 def library_folder() -> Path:
-    """The folder that the libraries are, or will be, loaded from."""
+    """Returns the folder from which the libraries are loaded."""
     return Path(os.environ.get("LIGER_EXT_LIB") or Path(__file__).parent / "lib").resolve()
 
 
 def gpu_library() -> Path:
-    """The GPU library that fits torch's build, whether it is there or not."""
+    """Returns the path of the GPU library for torch's build, whether the file exists or not."""
     return library_folder() / f"libliger_ext_{'hip' if torch.version.hip else 'cuda'}.so"
 
 
 def gpu_available() -> bool:
-    """Is the GPU library loaded? (Nothing follows about whether there is a GPU.)"""
+    """Returns whether the GPU library is loaded. It may be loaded on a machine without a GPU."""
     return _gpu_error is None
 
 
 def gpu_status() -> str:
-    """One sentence: which GPU library is loaded, or why none is and what to do about it."""
+    """Returns a sentence that names the loaded GPU library, or explains why none is loaded and names the remedy."""
     return f"loaded {gpu_library()}" if _gpu_error is None else _gpu_error
 
 
 def gpu_kernels() -> ctypes.CDLL | None:
-    """The loaded library that launches the GPU's kernels: the GPU library, or the host target where that has taken the
-    CPU library's place (CONTRIBUTING.md)."""
+    """Returns the loaded library that launches GPU kernels: the GPU library, or the host target if it replaces the CPU
+    library (CONTRIBUTING.md). None without either."""
     library = ctypes.CDLL(str(gpu_library() if gpu_available() else _folder / "libliger_ext_cpu.so"))
     return library if hasattr(library, "liger_ext_gpu_profile") else None
 
@@ -66,7 +66,7 @@ def _check_torch_version() -> None:
 
 
 def _check_python(package: Path) -> None:
-    """The module ``_C`` is there for this Python, and loads."""
+    """Imports the module ``_C``; raises ImportError if it does not exist for this Python or does not load."""
     here = f"Python {sys.version_info.major}.{sys.version_info.minor}"
     if any((package / f"_C{suffix}").exists() for suffix in importlib.machinery.EXTENSION_SUFFIXES):
         try:
@@ -92,7 +92,7 @@ def _check_python(package: Path) -> None:
 
 
 def _absent(package: Path, what: str) -> ImportError:
-    """The error for a file that should be there."""
+    """Returns the error for a missing file of the package."""
     if (package.parent / "CMakeLists.txt").exists():
         advice = (
             "these sources are not built. Run `make build` or `pip install --no-build-isolation -e .` there; or leave "
@@ -104,8 +104,8 @@ def _absent(package: Path, what: str) -> ImportError:
 
 
 def _claim_process(folder: Path) -> None:
-    # Two copies of the libraries in one process define the same ops twice and crash it. torch.ops outlives any
-    # re-import of this package, so the folder is remembered there.
+    # Two copies of the libraries in one process define the same ops twice and crash it. torch.ops survives a
+    # re-import of this package, so the folder's path is stored there.
     namespace = vars(torch.ops.liger_ext)
     loaded = namespace.setdefault("_library_folder", folder)
     if loaded != folder:
@@ -116,7 +116,7 @@ def _claim_process(folder: Path) -> None:
 
 
 def _load_gpu(folder: Path) -> str | None:
-    """Loads the GPU library that fits; returns why none could be."""
+    """Loads the GPU library that fits this machine. Returns None, or the reason why none is loaded."""
     for backend in ("cuda", "hip"):
         if (path := folder / f"libliger_ext_{backend}.so").exists():
             try:

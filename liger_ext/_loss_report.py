@@ -1,5 +1,6 @@
-"""``python -m liger_ext doctor --loss ROWS HIDDEN VOCAB``: what the fused loss does at each level of memory, and what a
-number of bytes buys."""
+"""The command ``python -m liger_ext doctor --loss ROWS HIDDEN VOCAB``: prints, for a call of the fused loss with these
+sizes, the plan, peak memory and estimated time at each level of memory. It also prints the plans from which ``memory``
+as a number of bytes selects: all plans that no other plan beats in both memory and time."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from .ops._loss_devices import device_with
 from .ops._loss_plan import LEVELS, Call, Choice, choose, device, front
 from .tune import DTYPES
 
-REDUCTIONS = ("mean", "sum", "none")  # a sum costs what a mean does
+REDUCTIONS = ("mean", "sum", "none")  # a sum takes as much time and memory as a mean
 _MOST = 10**9  # of rows, columns or classes
 
 
@@ -26,10 +27,10 @@ def add_arguments(doctor: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace, profile: _C.DeviceProfile | None) -> int:
-    """The command; ``profile``: a GPU's, None for the CPU.
+    """Runs the command and returns its exit status. ``profile``: a GPU's, None for the CPU.
 
     Raises:
-        ValueError: a size that no call can have.
+        ValueError: a size outside 1 to 10^9.
     """
     for name, size in zip(("ROWS", "HIDDEN", "VOCAB"), chosen.loss, strict=True):
         if not 1 <= size <= _MOST:
@@ -51,7 +52,7 @@ def run(chosen: argparse.Namespace, profile: _C.DeviceProfile | None) -> int:
 
 
 def matmul_seconds(call: Call) -> float:
-    """An estimate of the time of the matmuls that no plan can do without: of the logits, dx and dweight."""
+    """Estimates the time of the matmuls that every plan runs: of the logits, dx and dweight."""
     rows, hidden, vocab = call.rows, call.hidden, call.vocab
     matmuls = [(rows, vocab, hidden)]
     matmuls += [(rows, hidden, vocab)] * call.dx + [(vocab, hidden, rows)] * call.dweight
@@ -60,7 +61,7 @@ def matmul_seconds(call: Call) -> float:
 
 
 def describe(call: Call, choice: Choice) -> str:
-    """What a plan does, in words. All gradients are wanted."""
+    """Describes a plan in words, for a call that computes all gradients."""
     way, rows, classes = _C.Gradients(choice.plan.gradients), choice.plan.rows, choice.plan.classes
     if way == _C.Gradients.deferred:
         return "all gradients of logits stored"
@@ -113,5 +114,5 @@ def _print(found: dict[str, Any]) -> None:
 
 
 def _line(facts: dict[str, Any]) -> str:
-    mib = math.ceil(facts["bytes"] / 2**20)  # so many are enough
+    mib = math.ceil(facts["bytes"] / 2**20)  # rounded up, so that memory=<MiB> bytes suffices
     return f"{mib:>10,} {facts['ms']:>11,.2f}{facts['share']:>7.2f}  {facts['plan']}"

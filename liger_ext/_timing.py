@@ -1,8 +1,8 @@
-"""How time is taken on a GPU, for tuning and for the benchmarks.
+"""Measures device time on a GPU, for tuning and for the benchmarks.
 
-A call is captured as a CUDA graph, so that host time is out of the picture; before each replay the L2 cache is flushed
-by READING a large buffer (writing would leave dirty lines whose write-back is charged to the op); the result is the
-median over replays, with the middle half as the spread.
+A call is captured as a CUDA graph, so that its time contains no host time. Before each replay the L2 cache is flushed
+by READING a large buffer: a write would leave dirty lines, whose write-back would count as the op's time. The result is
+the median over replays, with the first and third quartile as the spread.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ class Timing:
 
 
 def failure(error: Exception) -> str:
-    """What stands in a record for a peer that cannot run a case; it must not end the run."""
+    """Returns the text that replaces the time of a provider that failed, so that the run goes on."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"
 
 
 def on_a_stream_of_its_own(device: str):
-    """Everything that is captured must run on one stream that is not the default one: autograd runs a backward on the
-    stream of its forward."""
+    """Returns a context that runs work on a new stream. A graph cannot be captured on the default stream, and autograd
+    runs a backward on the stream of its forward; so forwards must run in this context, too."""
     return torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else contextlib.nullcontext()
 
 
 def captured(call: Callable[[], object], pool: object = None, warmup: int = 3) -> torch.cuda.CUDAGraph:
-    """The call as a graph. Graphs of one ``pool``, another graph's ``pool()``, have their memory in common, so that
-    only the last one replayed has results."""
+    """Captures the call as a graph. Graphs of one ``pool``, another graph's ``pool()``, share their memory: only the
+    results of the last replayed graph are valid."""
     for _ in range(warmup):
         call()
     torch.cuda.synchronize()
@@ -68,7 +68,8 @@ class _Flush:
 
 
 def time_graphs(graphs: Mapping[Any, torch.cuda.CUDAGraph], replays: int = 30) -> dict[Any, Timing]:
-    """Device time of each graph, cold L2. They take turns, replay by replay, so that a drifting clock is for all."""
+    """Returns the device time of each graph, with a cold L2. The graphs are replayed in turn, so that a drift of the
+    clock affects all alike."""
     flush = _Flush()
     events = []
     for turn in range(replays + 1):  # the first replay warms up
@@ -88,8 +89,8 @@ def time_graphs(graphs: Mapping[Any, torch.cuda.CUDAGraph], replays: int = 30) -
 
 
 def sustained(call: Callable[[], object]) -> float:
-    """Seconds of a call among many, back to back, in the second half of about a second: a GPU under load lowers its
-    clock."""
+    """Returns the seconds of one call under sustained load. It runs calls back to back for about a second and measures
+    the second half, since a GPU under load lowers its clock."""
 
     def of_each(count: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -106,16 +107,16 @@ def sustained(call: Callable[[], object]) -> float:
     return of_each(count)
 
 
-# What is timed: the code that users call ------------------------------------------------------------------------------
+# The timed calls: the code that users call ----------------------------------------------------------------------------
 
 
 def forward_call(function: Callable, inputs: tuple) -> Callable[[], object]:
-    """Gradients are recorded, if any input wants one."""
+    """Returns a call of the forward. Autograd records it if an input requires a gradient."""
     return lambda: function(*inputs)
 
 
 def backward_call(function: Callable, inputs: tuple) -> Callable[[], object]:
-    """Through autograd, from random gradients of all outputs."""
+    """Returns a call of the backward through autograd, with random upstream gradients of all outputs."""
     wanted = [t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad]
     outputs = function(*inputs)
     outputs = [t for t in (outputs if isinstance(outputs, tuple) else (outputs,)) if t.requires_grad]

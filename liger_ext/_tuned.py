@@ -1,10 +1,15 @@
-"""What ``python -m liger_ext tune`` measured on this user's devices: their rates, and launch plans that are faster than
-the built-in ones; the file that keeps both, and the table in the library that launches kernels.
+"""Reads and writes the file with the results of ``python -m liger_ext tune``, and installs them in the library that
+launches kernels.
 
-The file is JSON in the user's cache folder. Rates are a device's with a driver. An entry has the device's name, the
-driver, the kernel and the class of calls that it is for, and the knobs (csrc/launch/knobs.h) that won. Of all entries
-the current driver's are handed to the library at import, which needs no device; the library picks a device's when it
-makes a plan.
+The file is JSON in the user's cache folder. For each GPU, by its name and its driver's version, it has
+
+- the GPU's rates (``Rates``): matmuls in flop/s, memory in bytes/s, and seconds to launch a kernel. The fused loss
+  estimates the times of its plans from them;
+- entries (``Entry``). An entry has the knobs (csrc/launch/knobs.h) with which a kernel was faster than with its
+  built-in launch plan. It applies to calls with equal columns and alignment and about as many rows (``Call``).
+
+The import of liger_ext reads the file. It reads the driver's version from the operating system and initialises no GPU.
+The entries of that driver are copied to the library, which looks up a device's entries when it plans a launch.
 """
 
 from __future__ import annotations
@@ -28,8 +33,9 @@ FORMAT = 1  # of the file
 
 @dataclass(frozen=True)
 class Call:
-    """Calls that share their knobs. ``rows``: calls with the same rows, rounded up to a power of two; ``vec``: elements
-    per access, which follow from dtype and alignment; ``heads``: RoPE's heads of q and of k, and the rotary
+    """The facts of a call by which its knobs are looked up; calls with equal facts share their knobs. ``rows``: the
+    number of rows; ``row_class`` rounds it up to a power of two, as entries require. ``vec``: elements per memory
+    access, which follow from dtype and alignment. ``heads``: RoPE's numbers of heads of q and of k, and the rotary
     dimension."""
 
     kernel: str  # an op of _C.plans
@@ -44,7 +50,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Entry:
-    device: str  # the GPU's name, as its driver gives it
+    """The fastest knobs for the calls of one class on one device and driver, and the times in microseconds with the
+    built-in plan and with these knobs."""
+
+    device: str  # the GPU's name, as its driver reports it
     driver: str
     call: Call
     knobs: dict[str, int]
@@ -59,7 +68,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast a GPU is, as ``_C.Rates`` has it."""
+    """The rates of a GPU, in the units of ``_C.Rates``: matmuls in flop/s, memory in bytes/s, a launch in seconds."""
 
     device: str
     driver: str
@@ -74,12 +83,12 @@ class Rates:
 
 
 def path() -> Path:
-    """Where the user's file is, or will be."""
+    """Returns the path of the user's file, whether it exists or not."""
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "liger_ext" / "tuned.json"
 
 
 def read(file: Path) -> tuple[list[Entry], list[Rates]]:
-    """All that is kept, of whatever device; ValueError says why the file cannot be used."""
+    """Returns the entries and rates of all devices. Raises ValueError, with the reason, if the file cannot be used."""
     try:
         found = json.loads(file.read_text())
         if found["format"] != FORMAT or found["library"] != _load.cpu_facts.version:
@@ -96,11 +105,11 @@ def read(file: Path) -> tuple[list[Entry], list[Rates]]:
 def write(
     file: Path, device: str, driver: str, measured: Iterable[Call], winners: Iterable[Entry], rates: Rates | None
 ) -> None:
-    """Puts ``winners``, and ``rates`` if they were measured, in place of what the file has for these calls on this
-    device with this driver; all else in it stays. A reader sees the old file or the new one."""
+    """Replaces the file's entries for the ``measured`` calls on this device and driver by ``winners``, and its rates by
+    ``rates`` unless None. All other contents stay. The file is replaced atomically."""
     try:
         known, known_rates = read(file)
-    except ValueError:  # what cannot be used is not kept
+    except ValueError:  # an unusable file is overwritten
         known, known_rates = [], []
     if rates:
         known_rates = [r for r in known_rates if (r.device, r.driver) != (device, driver)] + [rates]
@@ -119,7 +128,7 @@ def write(
 
 
 def pack(entries: Iterable[Entry]) -> bytes:
-    """A table for ``install``."""
+    """Returns the table of these entries, for ``install``."""
     rows = []
     for entry in entries:
         call = entry.call
@@ -131,7 +140,8 @@ _in_use = b""
 
 
 def install(table: bytes) -> None:
-    """Makes the library's plans take the knobs of this table (``pack``) in place of any before."""
+    """Installs a table that ``pack`` returned, in place of an earlier one: the library then reads the knobs of its
+    launch plans from this table."""
     global _in_use
     library = _load.gpu_kernels()
     if library is None:
@@ -144,14 +154,14 @@ def install(table: bytes) -> None:
 
 
 def in_use() -> int:
-    """How many entries the library has."""
+    """Returns the number of entries in the installed table."""
     return len(_in_use) // _C.knob_entry_bytes
 
 
 @contextlib.contextmanager
 def forced(**knobs: int) -> Iterator[None]:
-    """Every plan made meanwhile takes these knobs (those of ``_C.Knobs``; without any, the built-in plans), whatever
-    the shape. Then the table is again what it was."""
+    """Returns a context in which every launch is planned with these knobs of ``_C.Knobs``, whatever its shape; without
+    knobs, every launch has its built-in plan. The previous table is restored at the end."""
     before = _in_use
     install(_C.pack_knobs([("", "every", 1, 1, 1, (0, 0, 0), _C.Knobs(**knobs))]))
     try:
@@ -162,11 +172,11 @@ def forced(**knobs: int) -> Iterator[None]:
 
 # Rates ----------------------------------------------------------------------------------------------------------------
 
-_rates: dict[str, _C.Rates] = {}  # by the device's name: the measured ones
+_rates: dict[str, _C.Rates] = {}  # measured rates, by the device's name
 
 
 def rates_of(profile: _C.DeviceProfile) -> _C.Rates:
-    """Those that were measured on such a GPU, or from a data sheet."""
+    """Returns the rates that were measured on a GPU of this name, or else those of a data sheet."""
     return _rates.get(profile.name) or _C.device_rates(profile)
 
 
@@ -176,7 +186,7 @@ def described(rates: Rates | _C.Rates) -> str:
 
 
 def source(profile: _C.DeviceProfile) -> str:
-    """Where ``rates_of`` has them from."""
+    """Returns the source of the rates that ``rates_of`` returns: "measured", or "from the data sheet of" a GPU."""
     if profile.name in _rates:
         return "measured"
     bandwidth = _C.device_rates(profile).bandwidth  # no two GPUs of a vendor have the same
@@ -199,11 +209,11 @@ def off() -> bool:
 
 
 def load() -> None:
-    """Hands the user's entries to the library, and takes the user's rates."""
+    """Reads the user's file: installs its entries in the library, and stores its rates for ``rates_of``."""
     file = path()
     value = os.environ.get("LIGER_EXT_TUNED") or "1"
     if value not in ("0", "1"):
-        text = f"LIGER_EXT_TUNED is {value!r}, expected 0 (nothing tuned) or 1 (the default); it is taken for 1"
+        text = f"LIGER_EXT_TUNED is {value!r}, expected 0 (nothing tuned) or 1 (the default); 1 is used"
         warnings.warn(text, RuntimeWarning, stacklevel=3)
     if off() or not os.path.exists(file) or _load.gpu_kernels() is None:
         return
@@ -214,5 +224,5 @@ def load() -> None:
         install(pack(entry for entry in entries if entry.driver == here))
         _rates.update({each.device: _for_library(each) for each in rates if each.driver == here})
     except (ValueError, RuntimeError) as error:
-        advice = "make it again with `python -m liger_ext tune`, or delete it"
-        warnings.warn(f"what was tuned in {file} is ignored: {error}; {advice}", RuntimeWarning, stacklevel=3)
+        advice = "replace it with `python -m liger_ext tune`, or delete it"
+        warnings.warn(f"the tuning results in {file} are ignored: {error}; {advice}", RuntimeWarning, stacklevel=3)

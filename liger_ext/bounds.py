@@ -1,23 +1,24 @@
-"""The error that every platform may have against float64, whatever computes there: derived, not measured.
+"""The largest error against float64 that a result may have, on every platform: derived, not measured.
 
-A result is computed in the accumulator's dtype (float32; float64 for float64) and rounded once to its own. So element i
-of a result may be off by
+A result is computed in the accumulator's dtype (float32; float64 for float64) and rounded once to its own dtype.
+``exact`` is the result in float64. So the error of element i of a result is at most
 
     half an ulp of the result's dtype at exact[i]                                          the rounding at the store
   + (steps + sums * sqrt(length / 16)) * max(1, sqrt(terms) / 2) * eps / 2 * scale[i]      the arithmetic
-  + eps16 / 2 * |exact[i]|              where a 16-bit value is stored on the way: by definition (casting mode "llama"),
-                                        or dx of the fused loss before each row's own factor (reduction "none")
-  + the smallest normal float32         what approximate exponentials and reciprocals of GPUs flush to zero
+  + eps16 / 2 * |exact[i]|              if an intermediate value is stored in 16 bits: in casting mode "llama", or dx of
+                                        the fused loss before the factor of its row (reduction "none")
+  + the smallest normal float32         approximate exponentials and reciprocals of GPUs flush smaller values to zero
 
-with ``eps`` of the accumulator's dtype and ``scale`` the size of the values that the element is computed from (the
-op's record gives it). ``steps`` counts the roundings between inputs and result (``Record.roundings``): one for each
-operation; 4 for an exponential, reciprocal square root or error function, which no platform has worse than 2 ulp; 2 for
-a reciprocal. A row of ``length`` elements is summed in at least 16 parts on every platform, and n roundings of a sum
-add up to sqrt(n) of them (Higham and Mary, 2019), ``sums`` times in the result; ``terms`` are the rows that a
-parameter's gradient is summed over.
+with ``eps`` of the accumulator's dtype, and ``eps16`` of the dtype of the intermediate value. ``scale`` is the size of
+the intermediate values from which the element is computed (``Record.scales``). ``steps`` counts the roundings between
+inputs and result (``Record.roundings``): 1 for each operation; 4 for an exponential, reciprocal square root or error
+function, whose error is at most 2 ulp on every platform; 2 for a reciprocal. Every platform sums a row of ``length``
+elements in at least 16 partial sums, and the n roundings of a sum add up to sqrt(n) roundings (Higham and Mary, 2019);
+``sums`` is the number of row sums in the result. ``terms`` is the number of rows over which a parameter's gradient is
+summed.
 
-No platform has a term of its own: bf16 is stored only, so hardware without bf16 arithmetic computes as the other does,
-and the flush to zero, which only GPUs do, is allowed to all because it is smaller than anything a result is for.
+No platform has a term of its own. bf16 is a storage format only, so hardware without bf16 arithmetic has the same
+error. Only GPUs flush to zero, but the bound allows it everywhere, since it is too small to matter.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ __all__ = ["ROUNDINGS", "bound", "half_ulp", "roundings_of"]
 
 
 ROUNDINGS: dict[str, Mapping[str, Roundings]] = {name: record.roundings for name, record in RECORDS.items()}
-"""For each op and result, a gradient of input x being "dx"."""
+"""The roundings of each result, by op and name of the result. The gradient of input x is called "dx"."""
 
 
 def roundings_of(op: str, what: str) -> Roundings:
-    """Raises ValueError, with the names there are, for an op or a result that has no bound."""
+    """Returns the roundings of a result. Raises ValueError, with the known names, if the op or result has no bound."""
     found = ROUNDINGS.get(op, {}).get(what)
     if found is None:
         known = ", ".join(ROUNDINGS.get(op, ROUNDINGS))
@@ -48,7 +49,7 @@ def roundings_of(op: str, what: str) -> Roundings:
 
 
 def half_ulp(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Half the distance between neighbours of ``dtype`` around each element of ``value`` (float64)."""
+    """Returns half the distance between neighbours of ``dtype`` around each element of ``value`` (float64)."""
     info = torch.finfo(dtype)
     exponent = torch.frexp(value.abs().clamp(min=info.smallest_normal))[1] - 1
     return torch.ldexp(torch.full_like(value, info.eps / 2), exponent)
@@ -66,21 +67,22 @@ def bound(
     terms: int = 1,
     stored: torch.dtype | None = None,
 ) -> Tensor:
-    """The largest error of each element of a result in ``dtype`` whose float64 value is ``exact``: of its shape.
+    """Returns the largest allowed error of each element of a result, in the shape of ``exact``.
 
     Args:
         op, what: the op, and its result ("out", "loss") or the gradient of an input ("dx").
-        exact: any shape, float64.
-        dtype: in which the result is stored.
-        scale: the size of the values that each element is computed from; broadcasts to ``exact``.
-        compute: the inputs' dtype (fused loss: the matmuls'), whose accumulator is computed in; ``dtype`` if None.
-        length: elements of a row's sums: columns, or the vocabulary.
-        terms: rows that a parameter's gradient is summed over.
-        stored: a value as large as the result is rounded to this dtype on the way.
+        exact: the result in float64, of any shape.
+        dtype: the dtype in which the result is stored.
+        scale: the size of the values from which each element is computed; broadcasts to ``exact``.
+        compute: the inputs' dtype (fused loss: the matmuls'), which determines the accumulator; ``dtype`` if None.
+        length: the number of elements in a row's sums: columns, or the vocabulary size.
+        terms: the number of rows over which a parameter's gradient is summed.
+        stored: the dtype to which an intermediate value as large as the result is rounded, or None.
     """
     counted = roundings_of(op, what)
     acc = accumulator(compute or dtype)
-    # float64 goes into 16 bits by way of float32; and float64 is judged by float64, which is rounded as often itself.
+    # A float64 accumulator is converted to 16 bits through float32, so eps is float32's unless the result is float64.
+    # A float64 result has twice the roundings: its float64 reference is rounded as often as the result.
     both = 2 if dtype == torch.float64 else 1
     eps = torch.finfo(acc if dtype == torch.float64 else torch.float32).eps
     steps = both * (counted.steps + counted.sums * math.sqrt(max(1.0, length / 16))) * max(1.0, math.sqrt(terms) / 2)

@@ -1,7 +1,7 @@
-"""Liger-Kernel's function names and argument orders, and, by :func:`install`, its module name. New code wants
-:mod:`liger_ext.functional`.
+"""Functions with Liger-Kernel's names and argument orders, and :func:`install`, which provides its module name.
+New code should use :mod:`liger_ext.functional`.
 
-``in_place`` arguments are accepted and have no effect: nothing is ever written over.
+``in_place`` arguments are accepted and have no effect: inputs are never overwritten.
 """
 
 import typing as _typing
@@ -16,20 +16,20 @@ globals().update((name, _PUBLIC[name]) for name in __all__)
 
 
 def install() -> "_PatchHandle":
-    """Answers to the name ``liger_kernel`` in this process, so that ``Trainer(use_liger_kernel=True)`` patches with
-    liger_ext. To be called before ``trl`` is imported, which looks for the name then.
+    """Provides the module ``liger_kernel`` in this process, so that ``Trainer(use_liger_kernel=True)`` patches with
+    liger_ext. Call it before ``trl`` is imported, since ``trl`` looks for the module at import.
 
-    Its modules have this library's classes, functions and patches where Liger-Kernel has its own:
-    docs/liger_kernel_names.md lists them. ``Liger*``, ``liger_*`` and ``apply_*`` names that this library does
-    not have can be imported, and raise NotImplementedError when they are used. Models that are patched there have
-    ``output.logits`` None after a training step.
+    The modules under this name contain this library's classes, functions and patches in place of Liger-Kernel's:
+    docs/liger_kernel_names.md lists them. Other ``Liger*``, ``liger_*`` and ``apply_*`` names can be imported, and
+    raise NotImplementedError when they are called. A model that is patched under this name has ``output.logits`` None
+    after a training step.
 
     Returns:
-        A handle, whose ``.revert()`` takes the name away again. As a context manager it reverts at the end.
+        A handle, whose ``.revert()`` removes the name again. As a context manager it reverts at the end.
 
     Raises:
         RuntimeError: Liger-Kernel itself is installed.
     """
-    from liger_ext import liger_kernel  # the mechanism of patching is not needed before
+    from liger_ext import liger_kernel  # here, since only install() needs the patching code
 
     return liger_kernel.install()

@@ -1,8 +1,8 @@
-"""What this machine is, what of liger_ext runs on it, and whether it computes right.
+"""Reports this machine and the parts of liger_ext that run on it, and tests every op on it against float64.
 
-``python -m liger_ext`` prints the report; ``python -m liger_ext doctor`` adds the launch plans of a Llama-shaped call
-of each op, the token counts that fit in memory, and a self-test of every op against float64, and ends with OK or with
-what to do.
+``python -m liger_ext`` prints the report. ``python -m liger_ext doctor`` adds the launch plans of each op at the sizes
+of an 8B Llama, the numbers of tokens for which the fused loss fits in memory, and the self-test. It ends with OK, or
+with the problems and their remedies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from . import _C, _devices, _fit, _llama, _load, _loss_report, _tuned, tune
 
-TRANSFORMERS_RANGE = ("4.51.3", "5.24.0")  # the versions that the tests ran with, from oldest to newest
+TRANSFORMERS_RANGE = ("4.51.3", "5.24.0")  # the oldest and the newest version that was tested
 
 STATUS = {
     0: "OK",
@@ -30,7 +30,7 @@ STATUS = {
     3: "there is a GPU that liger_ext cannot use",
     4: "the installed transformers cannot be patched",
 }
-"""Exit statuses, the least of what was found; 2 is argparse's, for wrong arguments."""
+"""Exit statuses. The doctor exits with the smallest status of its problems, argparse with 2 for wrong arguments."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def _facts(profile: _C.DeviceProfile) -> str:
     bf16 = "native bf16" if profile.native_bf16 else "no native bf16 (stored, computed in fp32; float16 is faster)"
     if profile.vendor == _C.Vendor.nvidia:
         unit = "SMs"
-    else:  # HIP counts RDNA's pairs of compute units
+    else:  # on RDNA, HIP counts pairs of compute units
         unit = "compute units" if profile.warp == 64 else "pairs of compute units"
     return f"warps of {profile.warp}, {profile.multiprocessors} {unit}, {bf16}"
 
@@ -119,7 +119,7 @@ def _tuned_plans() -> str:
 
 
 def report() -> list[tuple[str, list[str]]]:
-    """What is installed: headings, and lines under each."""
+    """Returns the report: headings, and the lines below each."""
     threads = torch.get_num_threads()
     build = _load.cpu_facts
     gpu_builds = [f"{facts.backend} for {facts.architectures}" for facts in _load.gpu_facts.values()]
@@ -137,7 +137,7 @@ def report() -> list[tuple[str, list[str]]]:
 
 
 def _installation() -> Iterator[Problem]:
-    """What is wrong before anything has run."""
+    """Yields the problems of the installation, which are found without running an op."""
     machine = _fit.this_machine()
     for device in _devices.devices():
         name = f"GPU {device.index} ({device.name}, {device.architecture})"
@@ -160,7 +160,7 @@ def _installation() -> Iterator[Problem]:
 
 
 def plan_lines(profile: _C.DeviceProfile) -> list[dict[str, Any]]:
-    """Each launch of a Llama-shaped call of each op."""
+    """Returns each launch of a Llama-shaped call of each op."""
     return [
         {
             "op": op,
@@ -187,12 +187,13 @@ def _print_plans(title: str, profile: _C.DeviceProfile, free: int) -> None:
         most = f"at most {found['tokens']:,} tokens fit"
         at_a_time = f"{found['rows']:,} rows of logits at a time"
         if found["stored"] < 1:
-            at_a_time = f"{found['stored']:.0%} of their gradient stored, the rest made again"
+            at_a_time = f"{found['stored']:.0%} of their gradient stored, the rest recomputed"
         print(f"  {'memory=' + repr(level):36}{taken}, {most}, {at_a_time}")
 
 
 def self_test(device: str) -> list[dict[str, Any]]:
-    """Every op forward and backward in each dtype: the result that came closest to its bound, or the error raised."""
+    """Runs every op forward and backward in each dtype. Returns the result that came closest to its bound, or the
+    error that was raised."""
     from . import testing
 
     results = []
@@ -204,7 +205,7 @@ def self_test(device: str) -> list[dict[str, Any]]:
             worst = max(measured, key=lambda m: m.ratio)
             line |= {"what": worst.what, "measure": worst.measure, "error": worst.error, "bound": worst.bound}
             line |= {"ratio": worst.ratio, "share": max(m.share for m in measured), "passed": bool(worst.ratio <= 1)}
-        except Exception as error:  # whatever it is, the user wants to see it here and the other ops after it
+        except Exception as error:  # any error is reported, and the other ops still run
             line |= {"raised": f"{type(error).__name__}: {error}", "passed": False}
         results.append(line)
     return results
@@ -246,7 +247,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command")
     doctor = commands.add_parser(
         "doctor",
-        description="Says what runs on this machine, shows launch plans and tests every op against float64.",
+        description="Reports what runs on this machine, prints launch plans and tests every op against float64.",
         epilog=f"Exit status: {statuses}.",
     )
     doctor.add_argument("--json", action="store_true", help="print everything as one JSON object")
@@ -257,7 +258,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _others(name: str, as_json: bool) -> int:
-    """Plans for a reference profile."""
+    """Prints the plans for a reference profile, and returns the exit status."""
     profile = _C.profile(name)
     code = _fit.code_for(profile.architecture, _load.gpu_facts)
     if as_json:
@@ -281,7 +282,7 @@ def _doctor(as_json: bool) -> int:
     names = ["cpu", *(f"cuda:{device.index}" for device in usable)]
     if not as_json:
         _print_report()
-        for device in {device.name: device for device in reversed(usable)}.values():  # of equal ones the first
+        for device in {device.name: device for device in reversed(usable)}.values():  # the first of several equal GPUs
             _print_plans(f"{device.index}: {device.name}", device.profile, device.free_bytes)
         if not usable:
             print("\nNo GPU here that liger_ext can use: --profile NAME shows the plans for another.")
@@ -323,7 +324,7 @@ def _print_json(usable, tested, problems, status) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinities."""
+    """Replaces non-finite floats by strings, since JSON has no infinities."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -338,7 +339,7 @@ def _print_report() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; the exit status."""
+    """Runs the command and returns its exit status."""
     parser = _parser()
     chosen = parser.parse_args(arguments)
     if chosen.command is None:

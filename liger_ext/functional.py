@@ -1,8 +1,9 @@
-"""The public functions in one place. Inputs are never written; every function is differentiable and compiles.
+"""The public functions. They never write to their inputs, are differentiable, and work under torch.compile.
 
-Each computes in float32 (float64 for float64 tensors, which work on the CPU) with one rounding at the end, and takes
-float32, bfloat16 and float16 tensors in any mixture of parameter and activation dtypes. Options (eps, beta, softcap,
-...) are numbers, not tensors: one that requires a gradient raises TypeError, and torch.compile takes no tensor for one.
+Each function takes float32, bfloat16 and float16 tensors (float64 on the CPU), and parameters may have another dtype
+than activations. It computes in float32 (float64 for float64 tensors) with one rounding at the end. Options (eps, beta,
+softcap, ...) are numbers, not tensors: a tensor that requires a gradient raises TypeError, and torch.compile accepts no
+tensor for an option.
 """
 
 from liger_ext import compat as _compat

@@ -1,4 +1,5 @@
-"""The functions as modules, with Liger-Kernel's constructor arguments and parameter names, so that checkpoints load."""
+"""The ops as ``nn.Module`` classes, with Liger-Kernel's constructor arguments and with its parameter names, so that its
+checkpoints load."""
 
 from torch.nn import Module as _Module
 

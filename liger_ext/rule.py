@@ -1,23 +1,24 @@
-"""The rule that results are judged by: PyTorch's own error, a stated factor, and half a unit in the last place.
+"""The rule that limits a result's error by PyTorch's error times a factor, plus half a unit in the last place.
 
-Every output and every gradient is compared with a float64 reference that gets the same inputs, upcast. PyTorch's own
-functions get the same inputs, compute in the accumulator's dtype (fp32, or fp64 for fp64) and round once, and are
-compared with the same reference; where a value between is stored in 16 bits by nature (the logits of the fused loss,
-softmax's y), they run in the inputs' dtypes. Element i's error is measured in units of
+Every output and every gradient is compared with a float64 reference on the same inputs, upcast. PyTorch's own functions
+run on the same inputs, compute in the accumulator's dtype (fp32, or fp64 for fp64), round once, and are compared with
+the same reference. Where the op stores an intermediate value in 16 bits (the logits of the fused loss, softmax's y),
+they run in the inputs' dtypes instead. Element i's error is measured in units of
 
     u[i] = half an ulp of the output's dtype at reference[i]  +  STEPS half-ulps of the accumulator's dtype at scale[i],
 
-where ``scale`` is the size of the intermediate values that the element is computed from (by default the largest of
-its row; times sqrt(terms) / 2 for a sum over many rows). One rounding gives errors uniform in [-1, 1]. Then
+where ``scale`` is the size of the intermediate values from which the element is computed (by default the largest value
+of its row; times sqrt(terms) / 2 for a sum over ``terms`` rows, if that is above 1). In this unit the errors of the
+rounding at the store are uniform in [-1, 1]. "random deviation" is the mean that such errors may have by chance. Then
 
     largest error  <=  1                     +  FACTOR * PyTorch's largest error
     rms error      <=  rms of one rounding   +  FACTOR * PyTorch's rms error
-    |mean error|   <=  what chance allows    +  FACTOR * |PyTorch's mean error|
+    |mean error|   <=  random deviation      +  FACTOR * |PyTorch's mean error|
 
-The last, where errors away from zero count as positive, is asked of 16-bit results: it finds truncation and whatever is
-systematically too large or too small. FACTOR and STEPS are the only tolerances.
+The last line, in which errors away from zero count as positive, applies to 16-bit results. It finds truncation, and
+results that are systematically too large or too small. FACTOR and STEPS are the only tolerances.
 
-Besides, every element keeps the absolute bound of ``bounds.py``, which asks nothing of PyTorch and is the same on every
+In addition, every element must keep the absolute bound of ``bounds.py``, which does not depend on PyTorch or on the
 platform.
 """
 
@@ -33,16 +34,16 @@ from liger_ext.bounds import half_ulp
 from liger_ext.ops._checks import accumulator
 
 FACTOR = 1.5
-"""How much larger than PyTorch's own error ours may be, before the half ulp of rounding is added."""
+"""The allowed ratio of our error to PyTorch's, before the half ulp of rounding is added."""
 STEPS = {torch.float32: 4, torch.float64: 32}
-"""Roundings in the accumulator's dtype that a result may carry. float64 has more: there the reference itself is
-rounded."""
+"""The number of allowed roundings in the accumulator's dtype. float64 has more, since its reference is rounded, too."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One output or gradient, judged: the error and the bound of the measure that came closest to its bound, in
-    units of u. ``share``: the largest error / bound by ``bounds.py``; above 1 it is what the measurement says."""
+    """The error of one output or gradient. ``measure`` is the measure that came closest to its bound; ``error`` and
+    ``bound`` are in units of u. ``share``: the largest error / bound by ``bounds.py``; above 1, ``measure`` is
+    "bound"."""
 
     op: str
     what: str
@@ -76,8 +77,8 @@ def measure(
     unbiased: bool = True,
     allowed: Tensor | None = None,
 ) -> Measurement:
-    """Applies the rule; the caller decides what a ratio above 1 means. ``reference`` is float64; the op works in the
-    accumulator of ``compute``, by default the result's dtype. ``allowed``: what ``bound`` gives."""
+    """Applies the rule and returns the measurement, also if its ratio is above 1. ``reference`` is float64; the op
+    computes in the accumulator of ``compute``, by default the result's dtype. ``allowed``: the result of ``bound``."""
     dtype = result.dtype
     if result.shape != reference.shape:
         raise AssertionError(f"{op} {what}: shape {tuple(result.shape)}, expected {tuple(reference.shape)}")
@@ -85,7 +86,7 @@ def measure(
         return Measurement(op, what, dtype, "empty", 0.0, 1.0)
     ours, base, exact = (t.detach().to(torch.float64) for t in (result, baseline, reference))
 
-    # What is not finite must agree, and what is beyond the dtype's range must be as large as can be.
+    # Non-finite elements must agree; elements beyond the dtype's range must be at its end, or infinite.
     limit = torch.finfo(dtype).max * (1 - torch.finfo(dtype).eps)
     finite = exact.abs() < limit
     if not bool(finite.all()):
@@ -128,7 +129,7 @@ def measure(
 
 
 def _statistics(error: Tensor) -> list[float]:
-    """Largest magnitude, root mean square, and magnitude of the mean; zeros for nothing."""
+    """Returns the largest magnitude, the root mean square, and the magnitude of the mean; zeros for an empty tensor."""
     if error.numel() == 0:
         return [0.0, 0.0, 0.0]
     low, high = error.aminmax()
@@ -144,7 +145,7 @@ def check(
     baseline: Tensor,
     **options: Tensor | float | torch.dtype | None,
 ) -> Measurement:
-    """As ``measure``; raises AssertionError with op, dtype, error, bound and ratio when the rule is broken."""
+    """Runs ``measure``. Raises AssertionError with op, dtype, error, bound and ratio if the result breaks the rule."""
     measured = measure(op, what, result, reference, baseline, **options)
     if not measured.ratio <= 1:
         raise AssertionError(f"further from float64 than the rule allows: {measured}")

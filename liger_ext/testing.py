@@ -1,9 +1,8 @@
-"""How liger_ext is judged: references in float64, PyTorch's own compositions, and one rule. Used by the tests and
-by the doctor.
+"""Compares the ops' results with float64 references and with PyTorch's compositions, for the tests and the doctor.
 
-Two statements judge a result, and both are asked of everything: the rule of ``rule.py``, which compares with PyTorch's
-own error, and the absolute bound of ``bounds.py``, which is the same on every platform. ``compare`` runs an op and
-PyTorch's composition; ``expected`` runs neither, for results that came from elsewhere.
+Every result must pass two checks: the rule of ``rule.py``, which compares with PyTorch's own error, and the absolute
+bound of ``bounds.py``, which is the same on every platform. ``compare`` runs an op and PyTorch's composition.
+``expected`` runs neither; it returns references and bounds for results that were computed elsewhere.
 """
 
 from __future__ import annotations
@@ -46,7 +45,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def outputs_of(result: Any, bare: str = "out") -> dict[str, Tensor]:
-    """An op's result as named tensors: a tensor (called ``bare``), a tuple, or an object with loss, z_loss, … ."""
+    """Returns an op's result as named tensors. The result may be a tensor (called ``bare``), a tuple, a mapping, or an
+    object with loss, z_loss, ... ."""
     if isinstance(result, Tensor):
         return {bare: result}
     if isinstance(result, Mapping):
@@ -58,7 +58,7 @@ def outputs_of(result: Any, bare: str = "out") -> dict[str, Tensor]:
 
 
 def _leaves(inputs: Mapping[str, Any], dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """Fresh leaves over the same values (and, in the same dtype, the same memory and strides)."""
+    """Returns new leaves with the same values, and with the same memory and strides unless ``dtype`` changes them."""
     leaves = {}
     for name, value in inputs.items():
         if isinstance(value, Tensor) and value.is_floating_point():
@@ -72,7 +72,7 @@ def _leaves(inputs: Mapping[str, Any], dtype: torch.dtype | None = None) -> dict
 def _backward(
     outputs: Mapping[str, Tensor], leaves: Mapping[str, Any], grads: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Gradients of all leaves that require one, from the given gradients of the outputs."""
+    """Returns the gradients of all leaves that require one. ``grads``: the upstream gradients by the outputs' names."""
     wanted = {k: v for k, v in leaves.items() if isinstance(v, Tensor) and v.requires_grad}
     used = {k: v for k, v in outputs.items() if v.requires_grad and k in grads}
     if not wanted or not used:
@@ -84,8 +84,9 @@ def _backward(
 
 @dataclass(frozen=True)
 class Expected:
-    """A result by float64, and how far from it any platform may be. None where it has to be the same; or, of classes,
-    one of those that ``scale``, [rows, classes], names."""
+    """A result in float64, and the largest error that it may have on any platform. ``allowed`` is None for a result
+    that must be equal to ``value``; predicted classes may also be classes that ``scale``, bool [rows, classes],
+    marks."""
 
     value: Tensor
     allowed: Tensor | None
@@ -93,7 +94,7 @@ class Expected:
     terms: int = 1
 
     def share(self, result: Tensor) -> float:
-        """The largest error / bound of a result, of whatever platform; where the value is not finite it must agree."""
+        """Returns the largest error / bound of a platform's result. Non-finite elements must agree, or it is inf."""
         exact, ours = self.value.detach().double(), result.detach().to(self.value.device, torch.float64)
         if self.allowed is None:
             right = exact == ours
@@ -116,12 +117,12 @@ def expected(
     dtypes: Mapping[str, torch.dtype],
     compute_dtype: torch.dtype | None = None,
 ) -> dict[str, Expected]:
-    """What one call of an op should give, forward and backward, by results' names (the gradient of x being "dx"), and
-    the bound of each. Runs neither the op nor PyTorch's.
+    """Computes the expected results and bounds of one call of an op, forward and backward, without running the op or
+    PyTorch's composition. Returns them by the results' names; the gradient of x is called "dx".
 
-    ``inputs``: the op's arguments by name; a gradient is wanted of the tensors with ``requires_grad``. ``grads``: the
-    outputs' gradients by the outputs' names. ``dtypes``: those of the outputs. ``compute_dtype``: that of the op's
-    matmuls, by default the inputs'.
+    ``inputs``: the op's arguments by name; gradients are computed for tensors with ``requires_grad``. ``grads``: the
+    upstream gradients by the outputs' names. ``dtypes``: the outputs' dtypes by their names. ``compute_dtype``: the
+    dtype of the op's matmuls, by default the inputs'.
     """
     op = OPS[name]
     compute = compute_dtype or op.compute_dtype(inputs)
@@ -139,7 +140,7 @@ def expected(
         if not dtype.is_floating_point:
             return Expected(value, None, scales.get(what))
         size = scales.get(f"{what} bound", scales.get(what))
-        if size is None:  # the largest of the row
+        if size is None:  # the largest value of the row
             size = value.detach().abs().nan_to_num(0, 0, 0)
             size = size.amax(-1, keepdim=True) if size.dim() and size.numel() else size
         rule = {"compute": compute, "length": length, "terms": terms, "stored": compute if what in rounded else None}
@@ -166,12 +167,13 @@ def compare(
     compute_dtype: torch.dtype | None = None,
     base_autocast: bool = False,
 ) -> list[Measurement]:
-    """Runs one op forward and backward as it is, in PyTorch and in float64, and measures every output and gradient.
+    """Runs an op, PyTorch's composition and the float64 reference, forward and backward, and measures every output and
+    gradient.
 
-    ``inputs``: the op's arguments by name; a gradient is wanted of the tensors with ``requires_grad``. ``grad``:
-    the gradient of every output; by default random, the same for all three. ``run`` replaces the op (by its
-    compiled form, say). ``compute_dtype``: that of the op's matmuls, where autocast chooses another than the
-    inputs'; ``base_autocast``: PyTorch's composition runs under autocast to it too.
+    ``inputs``: the op's arguments by name; gradients are computed for tensors with ``requires_grad``. ``grad``: the
+    upstream gradient of every output; by default random, and the same for all three. ``run`` replaces the op, for
+    instance by its compiled form. ``compute_dtype``: the dtype of the op's matmuls, if autocast changes it.
+    ``base_autocast``: PyTorch's composition runs under autocast to this dtype, too.
     """
     op = OPS[name]
     compute = compute_dtype or op.compute_dtype(inputs)
@@ -186,7 +188,7 @@ def compare(
     for key, out in outputs.items():
         if out.requires_grad:
             random = torch.randn(out.shape, generator=generator) if grad is None else torch.full(out.shape, grad)
-            # A loss is scaled by a number of ordinary size, whatever chance says.
+            # The upstream gradient of a loss is of ordinary size, never near 0.
             grads[key] = (random.abs() + 0.5 if grad is None and out.dim() == 0 else random).to(out.device, out.dtype)
     exact = expected(name, inputs, grads, {key: out.dtype for key, out in outputs.items()}, compute)
     ours = outputs | {"d" + key: gradient for key, gradient in _backward(outputs, leaves, grads).items()}
@@ -210,7 +212,7 @@ def compare(
 def judge(
     name: str, inputs: Mapping[str, object], **options: float | Callable[..., object] | torch.dtype | None
 ) -> list[Measurement]:
-    """As ``compare``; raises AssertionError for the worst result that breaks the rule."""
+    """Runs ``compare``. Raises AssertionError for the worst result if it breaks the rule."""
     results = compare(name, inputs, **options)
     worst = max(results, key=lambda m: m.ratio)
     if not worst.ratio <= 1:
@@ -226,15 +228,15 @@ def examples(
     hidden: int = 320,
     vocab: int = 1003,
 ) -> Iterator[tuple[str, dict[str, object]]]:
-    """Every op at a small Llama-like shape (an even number of tokens), in each dtype: its name, and leaves as its
-    arguments."""
+    """Yields an example of every op in each dtype, at a small Llama-like shape: the op's name, and its arguments as
+    leaves. ``tokens`` must be even."""
     for dtype in dtypes:
         for name, record in RECORDS.items():
             yield name, record.inputs(Make(dtype, device), record.example(tokens, hidden, vocab))
 
 
 def self_test(device: torch.device | str = "cpu", dtypes: tuple[torch.dtype, ...] = DTYPES) -> Iterator[Measurement]:
-    """Every op, forward and backward, at a small Llama-like shape: yields one measurement for each output and
+    """Runs every op forward and backward at a small Llama-like shape. Yields one measurement for each output and
     gradient."""
     for name, inputs in examples(device, dtypes):
         yield from compare(name, inputs)

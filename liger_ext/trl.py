@@ -1,8 +1,8 @@
-"""TRL's trainers on this library's op: :func:`install`.
+"""Runs the loss heads of TRL's trainers on this library's op: :func:`install`.
 
 TRL (1.16 and newer) computes the log-probabilities and entropies of SFT, DPO, KTO, GRPO and RLOO by one autograd
-function, which it looks up at each call. That function keeps nothing and runs the head's matmul again in its backward.
-:func:`liger_ext.functional.linear_log_probs` takes its place.
+function, which it looks up at each call. That function saves no logits and recomputes the head's matmul in its
+backward. :func:`liger_ext.functional.linear_log_probs` replaces it.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 def install() -> PatchHandle:
     """Runs the loss heads of TRL's trainers, in this process, on :func:`liger_ext.functional.linear_log_probs`.
 
-    It may be called before or after a trainer is made. Where TRL is not the one that this was written for, a warning
-    gives the reason, and TRL runs as it is: if its function has other parameters, if other code has replaced it, or if
-    the two do not agree on a small example, which is computed on the CPU.
+    Call it before or after a trainer is built. TRL runs unchanged, and a warning gives the reason, if TRL's function
+    has other parameters, if other code has replaced it, or if the two functions disagree on a small example, which is
+    computed on the CPU.
 
     Returns:
-        A handle, whose ``.revert()`` gives TRL its own function back. As a context manager it reverts at the end. A
-        second call changes nothing, and reverting its handle does not either.
+        A handle, whose ``.revert()`` restores TRL's function. As a context manager it reverts at the end. A second call
+        of ``install`` changes nothing, and its handle reverts nothing.
 
     Raises:
         ImportError: TRL is not installed.
@@ -56,14 +56,14 @@ def install() -> PatchHandle:
         return handle
     reason = _reason_against(found)
     if reason is not None:
-        warnings.warn(f"liger_ext.trl.install: {reason}; TRL runs as it is", stacklevel=2)
+        warnings.warn(f"liger_ext.trl.install: {reason}; TRL runs unchanged", stacklevel=2)
         return handle
     handle.replace(utils, _NAME, _LogProbs(found))
     return handle
 
 
 class _LogProbs:
-    """Stands in for ``trl.kernels.ChunkedLogProbFunction``: ``apply`` has its parameters and its results."""
+    """Replaces ``trl.kernels.ChunkedLogProbFunction``: ``apply`` has its parameters and its results."""
 
     def __init__(self, stock: type[torch.autograd.Function]) -> None:
         self.stock = stock
@@ -102,13 +102,13 @@ class _LogProbs:
 
 
 def _takes(temperature: object, softcap: float | None, logit_scale: float) -> bool:
-    """Are these values of which both functions compute the same?"""
+    """Whether these values are in the range of linear_log_probs; with others, TRL's function runs."""
     numbers = (temperature, logit_scale, 1.0 if softcap is None else softcap)
     return all(isinstance(number, (int, float)) and 1e-9 <= number <= 1e9 for number in numbers)
 
 
 def _matmuls_of(hidden: Tensor, weight: Tensor) -> contextlib.AbstractContextManager[object]:
-    """TRL's matmuls run in the dtype of the hidden states, whatever that of the weight is, unless autocast is on."""
+    """Returns a context in which the matmuls run in the dtype of hidden, as TRL's do; without effect under autocast."""
     device = hidden.device.type
     if hidden.dtype == weight.dtype or hidden.dtype == torch.float32 or torch.is_autocast_enabled(device):
         return contextlib.nullcontext()
@@ -116,8 +116,10 @@ def _matmuls_of(hidden: Tensor, weight: Tensor) -> contextlib.AbstractContextMan
 
 
 class _GatheredAgain(torch.autograd.Function):
-    """Under DeepSpeed's ZeRO 3 the head is whole only while TRL gathers it: in the forward. The backward gathers it
-    again, unless weight and bias are frozen and the entropy has no gradient: then the backward does not read it."""
+    """linear_log_probs under DeepSpeed's ZeRO 3, where TRL gathers the head for the forward only.
+
+    The backward gathers the head again, unless weight and bias are frozen and the entropy has no upstream gradient:
+    then it does not read the head."""
 
     @staticmethod
     def forward(ctx, run, hidden, weight, bias):
@@ -149,7 +151,7 @@ class _GatheredAgain(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _in_shape(weight: Tensor, shape: torch.Size) -> Iterator[None]:
-    """Gives an empty weight its shape, without values or memory, for an op that checks it and does not read it."""
+    """Sets the shape of an empty weight, without values or memory, for an op that checks the shape only."""
     data = weight.data
     weight.data = data.new_zeros(()).expand(shape)
     try:
@@ -159,7 +161,7 @@ def _in_shape(weight: Tensor, shape: torch.Size) -> Iterator[None]:
 
 
 def _reason_against(found: object) -> str | None:
-    """Why TRL's function is not to be replaced, if there is a reason."""
+    """Returns the reason not to replace TRL's function, or None."""
     kernels = importlib.import_module("trl.kernels") if importlib.util.find_spec("trl.kernels") else None
     stock = getattr(kernels, "ChunkedLogProbFunction", None)
     if found is None or stock is None:
@@ -177,7 +179,8 @@ def _reason_against(found: object) -> str | None:
 
 @contextlib.contextmanager
 def _usual_defaults() -> Iterator[None]:
-    """The caller's may be others, and TRL's function follows some of them."""
+    """Sets torch's defaults for the small example: the caller may have changed them, and TRL's function depends on
+    some."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:

@@ -1,9 +1,10 @@
-"""``python -m liger_ext tune``: measures the rates of this GPU, by which the fused loss chooses its plan, and which
-launch plans are faster than the built-in ones, and keeps both (_tuned.py).
+"""The command ``python -m liger_ext tune``: measures this GPU's rates (flop/s of matmuls, bytes/s of memory, seconds of
+a kernel launch) and launch plans. It stores the rates, and the plans that are faster than the built-in ones, in a file
+(_tuned.py). The fused loss estimates by the rates which of its plans is fastest.
 
-A candidate is a knob (csrc/launch/knobs.h) that makes another legal plan. The built-in plan and all candidates take
-turns in time. The fastest candidate wins if it is at least 3 % faster and the middle halves of its times and of the
-built-in plan's do not overlap.
+A candidate is a setting of a knob (csrc/launch/knobs.h) that leads to another legal launch plan. The built-in plan and
+all candidates are timed in turn. The fastest candidate wins if it is at least 3 % faster and the interquartile ranges
+of its times and of the built-in plan's do not overlap.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ from .records import RECORDS, Make, Size
 
 OPS = tuple(name for name, record in RECORDS.items() if record.kernels == name)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-WORTH = 1.03  # so many times as fast as the built-in plan is a candidate that wins
+WORTH = 1.03  # the least speedup over the built-in plan with which a candidate wins
 
-# Each knob is tried at half and at twice the built-in plan's value; a plan does not have the number of resident blocks.
+# Each knob is tried at half and at twice the built-in plan's value. The number of resident blocks is no field of a
+# plan, so the values of RESIDENT are tried.
 NEAR = {"threads": "threads_per_row", "block": "block", "cluster": "cluster", "stages": "stages"}
 RESIDENT = (1, 2, 3, 4)
 
-# Of a copy far larger than the L2. An H100's copy has 3.0 TB/s, and cost.h was fitted with its data sheet's 3.35 TB/s.
+# The share of the data sheet's bandwidth that a copy far larger than the L2 reaches (docs/measurements.md). cost.h was
+# fitted with the data sheet's bandwidth.
 COPY_REACHES = 0.9
 
 
@@ -47,8 +50,8 @@ class Case:
     def tunable(
         self, name: str, profile: _C.DeviceProfile, dtype: torch.dtype, knobs: _C.Knobs | None = None
     ) -> tuple[_tuned.Call, _C.NamedLaunch] | None:
-        """The launch of the op, or of its backward, called ``name`` that has knobs, if there is one, and the calls that
-        share them."""
+        """Returns a class of calls that share knobs, and the launch of ``name`` (the op or its backward) that has these
+        knobs. None if no launch has knobs."""
         for launch in RECORDS[self.op].plans(profile, self.size, dtype, name, knobs, self.options):
             if launch.tunable:
                 rows, cols, heads = self.size.batch * self.size.rows, self.size.cols, self.size.heads
@@ -64,7 +67,8 @@ def _facts(launch: _C.NamedLaunch) -> tuple[tuple[str, Any], ...]:
 def candidates(
     case: Case, name: str, profile: _C.DeviceProfile, dtype: torch.dtype
 ) -> list[tuple[dict[str, int], _C.NamedLaunch]]:
-    """Knobs, and the launch that they make: each another plan than the built-in one."""
+    """Returns the candidates: knobs, and the launch with these knobs. Each launch differs from the built-in plan and
+    from the other candidates."""
     _, own = case.tunable(name, profile, dtype)
     values = {knob: getattr(own.plan, of) for knob, of in NEAR.items()}
     tried = [{knob: value} for knob, of_own in values.items() for value in (of_own // 2, of_own * 2) if value]
@@ -75,16 +79,16 @@ def candidates(
     return list(found.values())[1:]
 
 
-# What is tuned --------------------------------------------------------------------------------------------------------
+# The tuned calls ------------------------------------------------------------------------------------------------------
 
 
 def case_of(op: str, profile: _C.DeviceProfile, rows: int = 0, cols: int = 0) -> Case:
-    """The call of a training step of an 8B Llama; or the same with other rows and columns."""
+    """Returns the op's call in a training step of an 8B Llama, with other rows and columns if ``rows`` is not 0."""
     size, options = RECORDS[op].as_tuned(RECORDS[op].llama, _llama.DTYPE, profile)
     return Case(op, size.at(rows, cols) if rows else size, options)
 
 
-# Elements of a tensor that the largest GPU of the reference profiles holds, at two bytes each.
+# The number of 2-byte elements that fit in the memory of the largest GPU of the reference profiles.
 MOST_ELEMENTS = max(profile.memory_bytes for profile in _C.profiles()) // 2
 
 
@@ -103,7 +107,8 @@ def _shapes_of(text: str) -> list[tuple[int, int]]:
 def jobs(
     cases: Iterable[Case], profile: _C.DeviceProfile, dtypes: Sequence[str]
 ) -> Iterator[tuple[Case, str, str, _tuned.Call]]:
-    """(case, name of the op or of its backward, dtype, the calls that it stands for): each of these calls once."""
+    """Yields (case, name of the op or of its backward, dtype, class of calls), once for each class of calls that share
+    their knobs (``_tuned.Call``)."""
     seen = set()
     for case, dtype, suffix in itertools.product(cases, dtypes, ("", "_backward")):
         name = case.op + suffix
@@ -117,8 +122,8 @@ def jobs(
 
 
 def measure_rates(profile: _C.DeviceProfile, driver: str, device: str = "cuda") -> _tuned.Rates:
-    """The constants of csrc/trace/cost.h, each from work that takes the time of its term alone."""
-    m, n, k = 8192, 4096, 32_768  # the result is small beside the operations
+    """Measures the rates that csrc/trace/cost.h uses, each by work whose time is bound by that rate alone."""
+    m, n, k = 8192, 4096, 32_768  # so large a k that the traffic of the result does not matter
 
     def matmul(dtype: torch.dtype) -> float:
         a, b = (torch.randn(size, k, device=device, dtype=dtype) for size in (m, n))
@@ -129,13 +134,13 @@ def measure_rates(profile: _C.DeviceProfile, driver: str, device: str = "cuda") 
     x = torch.randn(1 << 28, device=device)
     copy = min(_timing.sustained(partial(torch.ops.liger_ext.stream_copy, x, n)) for n in (1, 2, 4, 8))
     bandwidth = 2 * x.numel() * x.itemsize / copy / COPY_REACHES
-    launch = _timing.sustained(partial(torch.zeros(32, device=device).add_, 1))  # one by one, as the op's own kernels
+    launch = _timing.sustained(partial(torch.zeros(32, device=device).add_, 1))  # one at a time, as the op's kernels
     return _tuned.Rates(profile.name, driver, matmul_16, matmul_32, bandwidth, launch)
 
 
 @dataclass
 class Result:
-    """``best``: of the fastest candidate, which ``knobs`` make."""
+    """The times of one call: of the built-in plan, and of the fastest candidate (``best``), which has ``knobs``."""
 
     op: str
     shape: str
@@ -149,7 +154,7 @@ class Result:
 
     @property
     def ratio(self) -> float:
-        """Time of the built-in plan over the best candidate's."""
+        """The time of the built-in plan divided by that of the best candidate."""
         return self.built_in.median / self.best.median if self.best else 1.0
 
 
@@ -177,7 +182,7 @@ def measure(
             best = min(range(1, len(tried)), key=lambda i: times[i].median)
             result.best, result.knobs = times[best], tried[best]
             result.wins = result.best.high < result.built_in.low and result.ratio >= WORTH
-    except RuntimeError as error:  # out of memory, mostly
+    except RuntimeError as error:  # mostly out of memory
         result.failed = _timing.failure(error)
     finally:
         graphs.clear()
@@ -190,7 +195,7 @@ def measure(
 
 
 def table(results: Sequence[Result]) -> str:
-    """As Markdown; times in microseconds."""
+    """Returns the results as a Markdown table, with times in microseconds."""
     lines = [
         "| op | shape | dtype | built-in, us | best other, us | built-in / best | knobs that won |",
         "|" + "---|" * 7,
@@ -224,22 +229,22 @@ def list_candidates(todo: Sequence[tuple], profile: _C.DeviceProfile) -> None:
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "tune",
-        description="Measures this GPU's rates, by which the fused loss chooses its plan, and launch plans, and keeps "
-        f"the rates and the plans that beat the built-in ones, in {_tuned.path()}. LIGER_EXT_TUNED=0 in the "
+        description="Measures this GPU's rates, by which the fused loss chooses its plan, and launch plans. Stores the "
+        f"rates, and the plans that are faster than the built-in ones, in {_tuned.path()}. LIGER_EXT_TUNED=0 in the "
         "environment turns them off.",
     )
     parser.add_argument("--shapes", type=_shapes_of, help="e.g. 8192x4096,2048x11008 (default: an 8B Llama's)")
     parser.add_argument("--ops", nargs="+", choices=OPS, default=(), metavar="OP", help=f"of {', '.join(OPS)}")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=("bf16",), help="default: bf16")
     parser.add_argument("--device", type=int, default=0, metavar="INDEX", help="which GPU (default: 0)")
-    parser.add_argument("--dry-run", action="store_true", help="list the candidates, measure and keep nothing")
+    parser.add_argument("--dry-run", action="store_true", help="list the candidates; measure and store nothing")
     parser.add_argument("--profile", metavar="NAME", help="with --dry-run: for another GPU")
     parser.add_argument("--json", action="store_true", help="print results as one JSON object instead of a table")
     parser.set_defaults(parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The exit status."""
+    """Runs the command and returns its exit status."""
     if arguments.profile and not arguments.dry_run:
         arguments.parser.error("--profile is for --dry-run: nothing can be measured on a GPU that is not here")
     try:
@@ -251,8 +256,8 @@ def run(arguments: argparse.Namespace) -> int:
         if not found:
             there = torch.cuda.device_count() if torch.cuda.is_available() else 0
             print(
-                f"liger_ext tune: there is nothing to measure on. It needs a GPU that torch can use (device "
-                f"{arguments.device}; there are {there}) and liger_ext's GPU library ({_load.gpu_status()}). "
+                f"liger_ext tune: no GPU can be measured. It needs a GPU that torch can use (device "
+                f"{arguments.device}; torch finds {there}) and liger_ext's GPU library ({_load.gpu_status()}). "
                 "--dry-run --profile NAME lists the candidates for a GPU that is not here.",
                 file=sys.stderr,
             )
@@ -262,7 +267,7 @@ def run(arguments: argparse.Namespace) -> int:
         shapes = arguments.shapes or [()]
         cases = [case_of(op, profile, *shape) for op in arguments.ops or OPS for shape in shapes]
         todo = list(jobs(cases, profile, arguments.dtype))
-    except ValueError as error:  # no launch on this GPU is as large
+    except ValueError as error:  # a shape is too large for any launch on this GPU
         if not arguments.shapes:
             raise
         arguments.parser.error(f"--shapes: {error}")
@@ -279,7 +284,7 @@ def _measure_all(todo: Sequence[tuple], profile: _C.DeviceProfile, arguments: ar
         try:
             rates = measure_rates(profile, driver)
             shown = f"Rates: {_tuned.described(rates)}."
-        except RuntimeError as error:  # out of memory, mostly
+        except RuntimeError as error:  # mostly out of memory
             shown = f"The GPU's rates could not be measured: {_timing.failure(error)}"
         torch.cuda.empty_cache()
         for number, (case, name, dtype, call) in enumerate(todo, 1):

@@ -1,7 +1,7 @@
-"""verl's ``linear_cross_entropy`` on this library's op: :func:`install`.
+"""Replaces verl's ``linear_cross_entropy`` by this library's op: :func:`install`.
 
-verl (0.9) calls it in its FSDP engine with ``use_fused_kernels=True`` and the backend "triton", and looks it up at each
-call.
+verl (0.9) calls the function in its FSDP engine with ``use_fused_kernels=True`` and the backend "triton", and looks it
+up at each call.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ def linear_cross_entropy(
     reduction: str = "none",
     dist_process_group: torch.distributed.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The log-probability of each label and the entropy at its position, by :func:`linear_log_probs`.
+    """Computes the log-probability of each label and the entropy at its position, by :func:`linear_log_probs`.
 
     Args:
         hidden: ``(..., hidden_size)``.
         weight: ``(vocab_size, hidden_size)``.
         labels: the shape of hidden without its last dimension, int64; -100 is ignored.
-        temperature: as of linear_log_probs; verl's own function takes a number alone.
+        temperature: as in linear_log_probs; verl's function takes only a number.
         reduction: "none".
         dist_process_group: None, or a group of one process.
 
     Returns:
-        Two float32 tensors ``(tokens,)``, flat as verl's own. Both have gradients.
+        The log-probabilities and the entropies, float32, ``(tokens,)``: flat, as verl's. Both are differentiable.
 
     Raises:
-        ValueError: another reduction, or a group of several processes. linear_log_probs takes such a group, and sums
-            the gradient of hidden over it, which verl's function leaves to Megatron.
+        ValueError: another reduction, or a group of several processes. For such a group linear_log_probs sums the
+            gradient of hidden over the processes, while verl's function leaves the sum to Megatron.
     """
     if reduction != "none":
         raise ValueError(f"linear_cross_entropy: reduction is {reduction!r}, expected 'none'")
@@ -66,12 +66,12 @@ def linear_cross_entropy(
 def install() -> PatchHandle:
     """Runs verl's ``linear_cross_entropy`` in this process on :func:`linear_cross_entropy`.
 
-    Calls with a group of several processes (Megatron's tensor parallelism) go to verl's function, as do those of
-    modules that have imported it by its name before. Where verl's function has other parameters, or other code has
-    replaced it, a warning gives the reason, and verl runs as it is.
+    Calls with a group of several processes (Megatron's tensor parallelism) still run verl's function, and so do calls
+    of modules that imported the function by name before. If verl's function has other parameters, or other code has
+    replaced it, verl runs unchanged, and a warning gives the reason.
 
     Returns:
-        A handle, whose ``.revert()`` gives verl its own function back. As a context manager it reverts at the end.
+        A handle, whose ``.revert()`` restores verl's function. As a context manager it reverts at the end.
 
     Raises:
         ImportError: verl is not installed.
@@ -85,7 +85,7 @@ def install() -> PatchHandle:
         return handle
     reason = _reason_against(found, stock)
     if reason is not None:
-        warnings.warn(f"liger_ext.verl.install: {reason}; verl runs as it is", stacklevel=2)
+        warnings.warn(f"liger_ext.verl.install: {reason}; verl runs unchanged", stacklevel=2)
         return handle
     handle.replace(module, _NAME, _or_stock(found))
     return handle

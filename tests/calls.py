@@ -1,4 +1,5 @@
-"""One call of any op, drawn from a ``random.Random``: its arguments, whose values make sense, at small sizes."""
+"""Random calls of the ops, for the tests of layouts and the fuzz test: ``Call`` holds valid arguments of small sizes,
+and ``Draw`` draws them from a ``random.Random``."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ COLUMNS = [0, 1, 2, 3, 5, 7, 8, 15, 16, 17, 24, 31, 33, 40, 64, 65, 72, 128, 257
 
 @dataclass(frozen=True)
 class Call:
-    """``arguments`` of a public function by name; ``constants`` names the tensors that take no gradient."""
+    """A call of a public function: its ``arguments`` by name. ``constants`` names the tensors that receive no
+    gradient."""
 
     op: str
     arguments: dict[str, Any]
@@ -40,7 +42,7 @@ class Call:
 
 
 def described(value: Any) -> str:
-    """An argument in a few words."""
+    """Returns a short text for an argument: dtype, shape, strides, device."""
     if not isinstance(value, Tensor):
         return repr(value)
     place = "" if value.device.type == "cpu" else f" {value.device}"
@@ -51,7 +53,7 @@ def described(value: Any) -> str:
 
 
 class Draw:
-    """Values for the arguments of a call, from one generator that ``rng`` seeds."""
+    """Draws arguments of calls from ``rng``, and the values of tensors from a generator that ``rng`` seeds."""
 
     def __init__(self, rng: Random, dtypes: tuple[torch.dtype, ...], device: Any = "cpu") -> None:
         self.rng, self.dtypes, self.device = rng, dtypes, device
@@ -61,11 +63,11 @@ class Draw:
         return self.rng.choice(self.dtypes)
 
     def other_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Mostly the same."""
+        """Returns ``dtype`` itself in most draws."""
         return dtype if self.rng.randrange(10) < 6 else self.dtype()
 
     def maybe(self, value: Any, tenths: int) -> Any:
-        """The value, so often in ten times."""
+        """Returns the value with a probability of ``tenths`` / 10, else None."""
         return value if self.rng.randrange(10) < tenths else None
 
     def normal(self, *shape: int, dtype: torch.dtype, scale: float = 1.0, mean: float = 0.0) -> Tensor:

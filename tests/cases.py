@@ -1,5 +1,5 @@
-"""What the tests are made of: tensors in every memory layout, hypothesis strategies, and one small example of every
-op."""
+"""Helpers that most tests share: tensors in every memory layout, hypothesis strategies, example calls of an op, a
+recorder of op calls and a meter of memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAYOUTS = ("contiguous", "padded", "offset", "columns", "transposed", "expanded"
 
 
 def slow_if(condition: Any, *values: Any) -> Any:
-    """Parameters of a test, marked ``slow`` if the condition holds."""
+    """Returns the parameters of a test, marked ``slow`` if the condition holds."""
     return pytest.param(*values, marks=[pytest.mark.slow] * bool(condition))
 
 
@@ -35,20 +35,21 @@ def dtypes_of(device: torch.device) -> tuple[torch.dtype, ...]:
 
 
 def host_target() -> bool:
-    """Are the ops of CPU tensors those of the GPU library, run on the host? See test_host_target."""
+    """Returns whether CPU tensors run the GPU kernels on the host (test_host_target) instead of the CPU kernels."""
     return library_folder().name == "host"
 
 
 def ahead_target() -> bool:
-    """The host target with clusters, and with copies that fetch rows ahead of their use."""
+    """Returns whether the library is the host target with clusters and with copies that prefetch rows."""
     return host_target() and library_folder().parent.name == "ahead"
 
 
 def laid_out(t: Tensor, layout: str) -> Tensor:
-    """The same values (for "expanded": the first of the leading dimension, repeated) in another memory layout."""
+    """Returns the values of ``t`` in another memory layout. "expanded" repeats the first slice of the leading
+    dimension."""
     if t.dim() == 0 or t.numel() == 0:
         return t
-    if layout == "padded":  # rows of a wider matrix: their starts are not aligned
+    if layout == "padded":  # rows of a wider matrix: their addresses are unaligned
         wide = t.new_zeros(*t.shape[:-1], t.shape[-1] + 3)
         wide[..., 1 : 1 + t.shape[-1]] = t
         return wide[..., 1 : 1 + t.shape[-1]]
@@ -80,7 +81,7 @@ def normal(
 
 
 def rows_of_all_sizes(t: Tensor, seed: int) -> Tensor:
-    """Scales each row by a power of two between 2^-10 and 2^4: eps decides in the small ones."""
+    """Scales each row by a power of two between 2^-10 and 2^4: in the small rows eps determines the result."""
     generator = torch.Generator().manual_seed(seed + 1)
     exponents = torch.randint(-10, 5, (*t.shape[:-1], 1), generator=generator)
     return torch.ldexp(t, exponents.to(t.device)).to(t.dtype)
@@ -116,14 +117,14 @@ def draw_tensor(
     all_sizes: bool = False,
     **values: float,
 ) -> Tensor:
-    """Normally distributed, in any dtype, unless it is given, and any of the layouts."""
+    """Draws a normally distributed tensor in one of the layouts; without ``dtype``, in any dtype."""
     dtype, seed = dtype or data.draw(st.sampled_from(dtypes_of(device))), data.draw(seeds)
     t = normal(*shape, dtype=dtype, device=device, seed=seed, **values)
     return laid_out(rows_of_all_sizes(t, seed) if all_sizes else t, data.draw(layouts))
 
 
 def draw_leaf(data: Any, device: torch.device, *shape: int, **options: Any) -> Tensor:
-    """Such a tensor, of which a gradient may be wanted."""
+    """Draws a tensor like ``draw_tensor``; ``requires_grad`` is drawn, too."""
     return draw_tensor(data, device, *shape, **options).requires_grad_(data.draw(st.booleans()))
 
 
@@ -136,8 +137,8 @@ def draw_parameter(data: Any, device: torch.device, size: int, mean: float) -> T
 
 @dataclass(frozen=True)
 class Example:
-    """One call of a public function: ``arguments(device, dtype)`` makes its keyword arguments, leaves that require
-    gradients."""
+    """One call of a public function: ``arguments(device, dtype)`` returns its keyword arguments, whose tensors are
+    leaves that require gradients."""
 
     op: str
     arguments: Callable[[Any, torch.dtype], dict[str, Any]]
@@ -150,7 +151,8 @@ class Example:
 
 
 def example(op: str, name: str = "", /, *, constants: Callable = lambda device, dtype: {}, **tensors: Any) -> Example:
-    """Tensors by shape (a leaf that requires a gradient), anything else as it is."""
+    """Builds an example. A tuple is the shape of a leaf that requires a gradient; any other value is passed
+    unchanged."""
 
     def arguments(device: Any, dtype: torch.dtype) -> dict[str, Any]:
         made: dict[str, Any] = {}
@@ -164,7 +166,7 @@ def example(op: str, name: str = "", /, *, constants: Callable = lambda device, 
 
 
 def class_weights(vocab: int) -> Callable:
-    """In the accumulator's dtype, as the ops take them."""
+    """Returns a function that draws class weights in the accumulator's dtype, which the ops require."""
 
     def make(device: Any, dtype: torch.dtype) -> Tensor:
         return (torch.rand(vocab, generator=torch.Generator().manual_seed(3)) + 0.5).to(
@@ -179,14 +181,14 @@ def leaves_of(arguments: dict[str, Any]) -> list[Tensor]:
 
 
 def losses_of(result: Any) -> list[Tensor]:
-    """The differentiable outputs of a call."""
+    """Returns the differentiable outputs of a call."""
     from liger_ext.testing import outputs_of
 
     return [t for t in outputs_of(result).values() if t.requires_grad]
 
 
 def grads_for(outputs: list[Tensor]) -> list[Tensor]:
-    """What comes back to a call's outputs."""
+    """Returns an upstream gradient for each output of a call."""
     return [normal(*t.shape, dtype=t.dtype, device=t.device, seed=i) for i, t in enumerate(outputs)]
 
 
@@ -209,12 +211,13 @@ class RecordCalls(TorchDispatchMode):
 
     @property
     def names(self) -> list[str]:
-        """Of the ops that were called, such as "rms_norm_backward"."""
+        """Names of the recorded ops, such as "rms_norm_backward"."""
         return [op.__name__.split(".")[0] for op, _ in self.calls]
 
 
 def recorded(example: Example, device: Any, dtype: torch.dtype = torch.float32) -> list[tuple[Any, tuple[Any, ...]]]:
-    """The calls of ops that a forward and a backward make. Forward arguments keep their requires_grad."""
+    """Returns the op calls of a forward and a backward. The recorded arguments of the forward keep their
+    requires_grad."""
     with RecordCalls() as record:
         gradients(example, example.arguments(device, dtype))
     return record.calls
@@ -222,7 +225,7 @@ def recorded(example: Example, device: Any, dtype: torch.dtype = torch.float32) 
 
 @contextlib.contextmanager
 def threads(number: int) -> Iterator[None]:
-    """torch has so many."""
+    """Sets torch's number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -232,12 +235,12 @@ def threads(number: int) -> Iterator[None]:
 
 
 def environment() -> dict[str, str]:
-    """Of another Python with this one's modules."""
+    """Returns the environment for a child Python that imports the modules of this one."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def python(*arguments: Any, **changed: str) -> str:
-    """What another Python with this one's modules prints; it must succeed."""
+    """Runs a child Python with the modules of this one and returns its stdout; fails if its exit status is not 0."""
     env = environment() | changed
     done = subprocess.run([sys.executable, *map(str, arguments)], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -245,17 +248,17 @@ def python(*arguments: Any, **changed: str) -> str:
 
 
 def told(function: str) -> list[str]:
-    """The lines that a function of the library of CPU tensors' ops returns."""
+    """Calls a function of libliger_ext_cpu.so that returns text, and returns the lines."""
     tell = getattr(ctypes.CDLL(str(library_folder() / "libliger_ext_cpu.so")), function)
     tell.restype = ctypes.c_char_p
     return tell().decode().splitlines()
 
 
 def most_bytes(device: torch.device, run: Callable[[], Any]) -> int:
-    """The most memory that tensors made by ``run``, its result included, have at a time."""
+    """Returns the peak memory of the tensors that ``run`` allocates, its result included."""
     if device.type == "cuda":
         one = torch.ones(1, 1, device=device, requires_grad=True)
-        (one @ one).backward()  # cuBLAS's workspaces are allocated once, for the threads of forward and backward
+        (one @ one).backward()  # cuBLAS allocates a workspace once for the forward's and the backward's thread
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_stats()["requested_bytes.all.current"]
@@ -267,5 +270,5 @@ def most_bytes(device: torch.device, run: Callable[[], Any]) -> int:
         result = run()
     del result
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    assert events, "the profiler has seen no allocation"
+    assert events, "the profiler recorded no allocation"
     return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))

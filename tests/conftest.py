@@ -1,18 +1,19 @@
 """Fixtures and settings that all tests share.
 
-Tests take a ``device`` fixture and have the same body on a CPU and on a GPU. Without a GPU the CUDA ones are
-deselected; with one, ``pytest`` runs both and ``pytest -m cuda`` the CUDA ones. ``large`` tests need a GPU with
-memory to spare, ``host`` tests the host target (LIGER_EXT_LIB; test_host_target runs them). ``amd`` tests execute AMD's
-code objects where the environment variable LIGER_EXT_AMD_EMULATOR names an emulator (tests/amd/run.py). ``sanitizer``
-marks the compact selection for compute-sanitizer: ``compute-sanitizer --tool memcheck python -m pytest -m "sanitizer
-and cuda"``. selection.py has the rest of what chooses tests.
+A test that takes the ``device`` fixture has the same body on a CPU and on a GPU. Without a GPU its CUDA case, marked
+``cuda``, is deselected; with one, ``pytest`` runs both cases and ``pytest -m cuda`` the CUDA case. ``large`` tests need
+a GPU with LARGE_BYTES of memory. ``host`` tests need the host target (LIGER_EXT_LIB; test_host_target runs them).
+``amd`` tests execute AMD's code objects and need an emulator, which the environment variable LIGER_EXT_AMD_EMULATOR
+names (tests/amd/run.py). ``sanitizer`` marks a compact selection for compute-sanitizer: ``compute-sanitizer --tool
+memcheck python -m pytest -m "sanitizer and cuda"``. selection.py has the options that select tests.
 """
 
 import gc
 import os
 import tempfile
 
-# A compiled graph left in a shared cache by other code must not be what a test runs. The processes of a run share one.
+# A test must not run a compiled graph that other code left in a shared cache, so each run has a new cache folder, which
+# its processes share.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _inductor_cache = tempfile.TemporaryDirectory(prefix="liger_ext_inductor_", ignore_cleanup_errors=True)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = _inductor_cache.name
@@ -24,7 +25,7 @@ import torch
 from cases import host_target
 
 torch.set_num_threads(2)
-gc.set_threshold(10_000, *gc.get_threshold()[1:])  # new objects: a graph that is traced has the default, 700, at once
+gc.set_threshold(10_000, *gc.get_threshold()[1:])  # new objects; tracing a graph creates more than the default of 700
 hypothesis.settings.register_profile(
     "liger_ext",
     derandomize=True,
@@ -59,10 +60,10 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def environment_is_kept():
-    """What a test, or a library in it, sets in the environment ends with the test.
+    """Restores the environment after each test.
 
-    PEFT's BOFT leaves ``CXX=gcc`` where its own extension does not build, and with that no C++ links any more: neither
-    what torch.compile generates nor a wheel.
+    PEFT's BOFT leaves ``CXX=gcc`` behind if its own extension fails to build. With that setting no C++ code links:
+    neither the code that torch.compile generates nor a wheel.
     """
     before = dict(os.environ)
     yield
@@ -75,10 +76,10 @@ def environment_is_kept():
 
 @pytest.fixture(autouse=True, scope="module")
 def collections_are_short():
-    """What is there before a file's first test is left out of Python's garbage collections from here on.
+    """Freezes the objects that exist before a file's first test: later garbage collections skip them.
 
-    transformers' Trainer asks for a whole one per run. With the packages and the tests of a session in memory it takes
-    half a second, which was half the time of the tests with a Trainer.
+    transformers' Trainer runs a full collection per training run. Without the freeze it visits all packages and tests
+    of the session, which took half of the time of the tests with a Trainer.
     """
     gc.collect()
     gc.freeze()

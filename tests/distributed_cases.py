@@ -1,4 +1,4 @@
-"""All that test_distributed.py runs."""
+"""All cases of test_distributed.py: the union of the CASES of two modules."""
 
 import distributed_runs
 import distributed_wrappers

@@ -1,5 +1,5 @@
-"""What test_distributed.py runs in two processes: training that is saved and goes on elsewhere, that of a Trainer, and
-that of log-probabilities."""
+"""Cases of test_distributed.py in two processes: training that resumes from a checkpoint under another wrapper,
+training with a Trainer, and training on log-probabilities."""
 
 import contextlib
 import copy
@@ -22,7 +22,8 @@ from liger_ext import apply_liger_kernel_to_llama, losses
 
 
 def saved_and_loaded(world, saver, loader, saved_by, loaded_by, tied):
-    """By torch.distributed.checkpoint, into a model with other weights: as if there had been no break."""
+    """Saves with torch.distributed.checkpoint and loads into a model with other weights. Training then continues as if
+    it had not been interrupted."""
     meshes = {
         "FSDP2": init_device_mesh("cpu", (world.size,)),
         "alone": init_device_mesh("cpu", (world.size, 1), mesh_dim_names=("copies", "alone"))["alone"],
@@ -33,7 +34,7 @@ def saved_and_loaded(world, saver, loader, saved_by, loaded_by, tied):
         if is_patched == "patched":
             apply_liger_kernel_to_llama(model=model)
         model = DistributedDataParallel(model) if wrapper == "DDP" else fully_shard(model, mesh=meshes[wrapper])
-        # Under Adam's usual eps what has almost no gradient moves by the sign of a rounding error.
+        # Under Adam's default eps a weight whose gradient is almost 0 moves by the sign of a rounding error.
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
 
     def advance(model, optimizer, steps, wrapper):
@@ -81,7 +82,7 @@ CASES = cases_of(
 
 
 def trainer(world, tokens_of):
-    """Hugging Face's, which makes a DDP of the model: the same log and the same weights as with a stock model."""
+    """Hugging Face's Trainer wraps the model in DDP. Its log and the trained weights equal those of a stock model."""
     import accelerate
     from test_trainer import ROWS, padded, parameters
     from transformers import Trainer, TrainingArguments
@@ -118,7 +119,7 @@ if importlib.util.find_spec("accelerate"):
 
 
 def log_probs(world, wrapper, alone, lora_on_head):
-    """A loss of the user's own, made of log-probabilities and entropies, trains the weights that it trains alone."""
+    """A user's loss of log-probabilities and entropies trains the same weights as in a single process."""
 
     def objective(model, batch):
         output = model(**batch, return_log_probs=True, return_entropy=True, temperature=0.7)
@@ -156,7 +157,7 @@ CASES |= cases_of(
 
 
 def trl_head(world, wrapper, is_patched):
-    """DPO on the head that TRL's trainers add to a model: on this library's op, the same weights as on TRL's."""
+    """DPO on the head that TRL's trainers add to a model: this library's op trains the same weights as TRL's."""
     from trl.trainer import utils
 
     import liger_ext.trl

@@ -1,7 +1,8 @@
-"""What test_distributed.py runs in two processes and in four: patched Llamas under FSDP2, FSDP1 and DDP.
+"""Cases of test_distributed.py in two and in four processes: patched Llamas under FSDP2, FSDP1 and DDP.
 
-A case trains a stock model and a patched one under the same wrapper for two steps, each process on rows of its own. The
-patched model's results may be as far from those of a model in float64, which nothing wraps, as the stock model's are.
+A case trains a stock model and a patched one under the same wrapper for two steps; each process has its own rows. The
+reference is a model in float64 without a wrapper. The patched model's results may be as far from it as the stock
+model's results are.
 """
 
 import contextlib
@@ -29,15 +30,16 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from liger_ext import apply_liger_kernel_to_llama
 from liger_ext.ops._loss_plan import SMALLEST
 
-CASES = {}  # by name: how many processes, and what each calls
+CASES = {}  # {name: (number of processes, function that each process calls)}
 OURS = {"rms_norm", "add_rms_norm", "glu", "rope", "fused_linear_cross_entropy"}
 ORDERS = "patch, wrap", "wrap, patch"
-CHECKPOINTS = "reentrant", "non-reentrant", "wrapper"  # the last is torch's own
+CHECKPOINTS = "reentrant", "non-reentrant", "wrapper"  # "wrapper" is torch's own checkpoint wrapper
 BF16 = torch.bfloat16
 
 
 def batches_of(world, micro_steps=1, rows=2, seq=9):
-    """Of two steps, rows of this process; as many labels count in each, so that the mean of means is that of all."""
+    """Returns this process's rows for two steps. Each process has the same number of labels, so that the mean of the
+    processes' means is the mean over all rows."""
 
     def batch(seed):
         ids = tokens(rows, seq, seed=10 * seed + world.rank)
@@ -63,7 +65,7 @@ def train(model, batches, results_of, without_sync=None, before_step=None, **arg
 
 
 def mean_of_processes(model):
-    """Of gradients."""
+    """Averages the gradients over the processes."""
     for p in model.parameters():
         if p.grad is not None:
             dist.all_reduce(p.grad)
@@ -71,7 +73,7 @@ def mean_of_processes(model):
 
 
 def whole(named):
-    """Under the names that parameters have without wrappers."""
+    """Returns whole tensors under the names that parameters have without wrappers."""
     found = {}
     for name, t in named:
         for part in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module."):
@@ -85,7 +87,7 @@ def gradients(model):
 
 
 def weights(model):
-    """Of FSDP1, which has them where it gathers them."""
+    """Returns a model's whole weights. FSDP1 gathers them only inside of ``summon_full_params``."""
     is_wrapped = isinstance(model, FullyShardedDataParallel)
     with FullyShardedDataParallel.summon_full_params(model) if is_wrapped else contextlib.nullcontext():
         return whole((name, p.detach()) for name, p in model.named_parameters())
@@ -106,8 +108,9 @@ def compare(
     memory=None,
     **options,
 ):
-    """`accumulates`: gradients of two batches, as they are ("with sync") or inside of `without_sync(model)`. `memory`
-    is of the patched model's forward; `options` are of the model's configuration."""
+    """Trains stock, patched and float64 models, and compares the results. `accumulates`: each step sums the gradients
+    of two batches, with synchronisation ("with sync") or inside of `without_sync(model)`. The patched model's forward
+    takes `memory`; the model's configuration takes `options`."""
     stock = change(build(**options).train())
     batches = batches_of(world, 2 if accumulates else 1, **(batch or {}))
     if accumulates != "without sync":
@@ -125,7 +128,8 @@ def compare(
         model = wrap(model)
         if is_patched and order == "wrap, patch":
             apply_liger_kernel_to_llama(model=model, **(patch or {}))
-        # A cache grows in the second run of a layer: transformers' own checkpoints have none, older ones' models do.
+        # A cache would grow again when a layer is recomputed. transformers' own checkpointing disables it; torch's
+        # wrapper does not.
         given = {"use_cache": False} if checkpoint == "wrapper" else {}
         if is_patched and memory is not None:
             given["memory"] = memory
@@ -137,7 +141,7 @@ def compare(
     if expected_ops is not None:
         found = ops(model, **batches[0][0])
         assert found == expected_ops, found
-    if results_of is weights:  # how far they have come
+    if results_of is weights:  # compare the changes of the weights
         for each in (reference, *results):
             each.update({name: each[name] - p.detach() for name, p in stock.named_parameters()})
     assert_as_good(results[1], results[0], reference)
@@ -147,7 +151,7 @@ POLICIES = {
     "fp32": {},
     "bf16": dict(param_dtype=BF16, reduce_dtype=torch.float32),
     "all bf16": dict(param_dtype=BF16),
-    "fp32 results": dict(param_dtype=BF16, output_dtype=torch.float32),  # of the head, and of the model
+    "fp32 results": dict(param_dtype=BF16, output_dtype=torch.float32),  # output dtype of head and model
     "inputs as they are": dict(param_dtype=BF16, cast_forward_inputs=False),
 }
 FSDP2 = dict(
@@ -165,7 +169,7 @@ FSDP2 = dict(
 
 
 def units_of(layer, units):
-    """From the inside out."""
+    """Yields the modules of a layer to wrap, the innermost first."""
     if units == "halves of layers":
         yield from (layer.self_attn, layer.mlp)
     elif units == "every module":
@@ -197,9 +201,9 @@ def fsdp2(world, policy, reshard, offload, units, head, tied, accumulates, check
         switch(True)
 
     expected_ops = set(OURS)
-    if head and policy == "fp32 results":  # FSDP2 would cast the head's loss
+    if head and policy == "fp32 results":  # FSDP2 would cast the loss that the head returns
         expected_ops = expected_ops - {"fused_linear_cross_entropy"} | {"cross_entropy"}
-    if units == "every module":  # a norm must be called to have its weight
+    if units == "every module":  # FSDP2 gathers a norm's weight only if the norm is called
         expected_ops -= {"add_rms_norm"}
     compare(
         world,
@@ -214,7 +218,7 @@ def fsdp2(world, policy, reshard, offload, units, head, tied, accumulates, check
     )
 
 
-CASES |= cases_of("FSDP2", fsdp2, FSDP2, lambda case: not (case["head"] and case["tied"]))  # FSDP2 refuses that
+CASES |= cases_of("FSDP2", fsdp2, FSDP2, lambda case: not (case["head"] and case["tied"]))  # FSDP2 refuses a tied head
 CASES |= cases_of(
     "HSDP",
     partial(
@@ -271,7 +275,8 @@ def ddp(world, graph, views, autocast, tied, accumulates, checkpoint, order):
 
 
 def ddp_can(case):
-    """It has no static graphs without synchronisation, and no reentrant checkpoints where it finds what is unused."""
+    """Returns whether DDP supports a case. A static graph does not work without synchronisation, nor a reentrant
+    checkpoint with ``find_unused_parameters``."""
     unsynchronised = case["graph"] == "static" and case["accumulates"] == "without sync"
     return not unsynchronised and not (case["graph"] == "finds unused" and case["checkpoint"] == "reentrant")
 
@@ -331,8 +336,9 @@ WRAPPERS = {
 
 
 def head_of_peft(world, wrapper, alone, head):
-    """One with LoRA is called for logits of some rows at a time, but where a wrapper gathers its weights and sums their
-    gradients; of one that is trained as a copy the loss is fused."""
+    """Trains a PEFT model whose head has LoRA or is trained as a copy. A head with LoRA returns the logits of some rows
+    at a time, or all logits where a wrapper gathers the head's weights and sums their gradients; of a copied head the
+    loss is fused."""
 
     def wrap(model):
         if alone:
@@ -363,7 +369,8 @@ CASES |= cases_of(
 
 
 def compiled(world, wrapper):
-    """Of FSDP2 the layers, which is how it is used; of DDP the whole, which torch cuts where buckets end."""
+    """Compiles the layers under FSDP2, as its users do, and the whole model under DDP, whose graph torch splits at the
+    ends of buckets."""
 
     def wrap(model):
         is_patched = type(model).__module__.startswith("liger_ext")

@@ -1,4 +1,4 @@
-"""Small models of the families that have functions of their own, for the tests of patching."""
+"""Small models of the families other than Llama, for the tests of patching."""
 
 import copy
 import functools
@@ -51,7 +51,7 @@ GRANITE_MOE = dict(
     num_hidden_layers=2,
     head_dim=16,
 )
-# By config.model_type: those of which the decoder layers are tested.
+# Options by config.model_type, of the families whose decoder layers are tested.
 LAYERS = {
     "afmoe": dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, num_dense_layers=1, head_dim=16)
     | dict(sliding_window=6, num_hidden_layers=2, global_attn_every_n_layers=2),
@@ -90,7 +90,7 @@ LAYERS = {
     "olmo_hybrid": LINEAR | dict(layer_types=["linear_attention", "full_attention"], num_hidden_layers=2, head_dim=16),
     "vaultgemma": dict(sliding_window=6, head_dim=16),
 }
-# By config.model_type.
+# Options by config.model_type, of the other families.
 OPTIONS = {
     "cohere2": dict(logit_scale=0.3, sliding_window=6, head_dim=16),
     "deepseek_v3": dict(
@@ -196,12 +196,13 @@ def build(family, device="cpu", dtype=torch.float32, seed=0, **overrides):
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **{**SMALL, **{**LAYERS, **OPTIONS}.get(family, {}), **overrides})
     model = AutoModelForCausalLM.from_config(config)
-    set_experts(model, "eager")  # others do not take float64
+    set_experts(model, "eager")  # the other implementations reject float64
     return randomised(model).to(device, dtype).train()
 
 
 def all_experts(family):
-    """Options with which each token goes to every expert: rounding does not change who is chosen."""
+    """Returns options with which each token goes to every expert, so that rounding cannot change the choice of
+    experts."""
     options = {**LAYERS, **OPTIONS}[family]
     count = next(
         (options[name] for name in options if name in ("num_experts", "num_local_experts", "n_routed_experts")), 0
@@ -210,13 +211,13 @@ def all_experts(family):
 
 
 def freeze_few(model):
-    """Parameters of a few numbers each: in bf16 it is chance that makes their gradients good or bad."""
+    """Freezes parameters of fewer than 8 numbers: in bf16 chance decides how exact their gradients are."""
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.numel() >= 8)
 
 
 def perturbed(model, seed):
-    """A copy, each of whose weights is changed by its last bit or not at all."""
+    """Returns a copy of the model in which each weight changes by its last bit or not at all."""
     torch.manual_seed(seed)
     model = copy.deepcopy(model)
     with torch.no_grad():
@@ -226,11 +227,11 @@ def perturbed(model, seed):
 
 
 def assert_same(found, expected, neighbours=()):
-    """Of two fp32 steps: the same but for rounding, where nothing more exact is there to compare with. ``neighbours``:
+    """Asserts that two fp32 steps differ only by rounding; for models without a more exact reference. ``neighbours``:
     steps of perturbed models, which show how much of a result is rounding."""
     largest = max(float(result.abs().max()) for name, result in expected.items() if name not in ("loss", "logits"))
     for name, result in found.items():
-        # A gradient that cancels is made of what larger ones leave when they are rounded.
+        # A gradient whose terms cancel consists of the rounding errors of larger ones.
         atol = 1e-4 * float(expected[name].abs().max()) + 1e-7 * largest
         atol += 3 * max((float((other[name] - expected[name]).abs().max()) for other in neighbours), default=0)
         message = functools.partial("{}: {}".format, name)
@@ -256,13 +257,14 @@ def patched(model, **options):
 
 
 def patch_named(owner):
-    """A class of ours, or the patch of a class of transformers: "gemma2.Gemma2DecoderLayer"."""
+    """Returns a class unchanged, and for the name of a class of transformers ("gemma2.Gemma2DecoderLayer") its
+    patch."""
     return patches.patch_of(find_class(owner)) if isinstance(owner, str) else owner
 
 
 @pytest.fixture
 def new_look():
-    """Recognition remembers what it has seen."""
+    """Clears the caches of recognition before and after a test."""
     caches = [
         found for module in (patches, reading) for found in vars(module).values() if hasattr(found, "cache_clear")
     ]

@@ -1,12 +1,12 @@
-"""Counts the classes of a release of transformers that tables as old as the release before it would know.
+"""Counts how many classes of a release of transformers a table of known code from the previous release recognises.
 
     python tests/frozen_tables.py FOLDER...
 
-Each folder has a transformers in it (pip install --no-deps --target), the oldest first; it may be followed by others
-with what that version needs, as in a PYTHONPATH (a:b). A process of its own looks at all classes of all models of each
-release. A table frozen at a release lists the digests that occur in it or in an earlier folder. The report says, for
-each next release, how many of the classes that are known today this table knows, and which families lose the fused
-loss.
+Each FOLDER contains one release of transformers (pip install --no-deps --target); the oldest comes first. Folders with
+its dependencies may follow it, separated as in a PYTHONPATH (a:b). A separate process inspects all classes of all
+models of each release. A table frozen at a release lists the digests of that release and of the earlier folders. The
+report counts, of the classes of the next release that today's table knows, those that the frozen table knows. It also
+lists the families that lose the fused loss.
 """
 
 import collections
@@ -22,7 +22,7 @@ PARTS = "head", "layer", "module", "experts", "attention"
 
 
 def seen() -> dict[str, dict[str, list[str]]]:
-    """Of the transformers that is imported: by part, each known class and the digests that it is known by."""
+    """Returns, by part, each known class of the imported transformers and the digests by which it is recognised."""
     from transformers.models.llama import modeling_llama
 
     from liger_ext.models.recognise.known import ropes_in

@@ -1,8 +1,8 @@
-"""Calls of every op that between them take every path that launches have on a GPU: what the tests of a GPU run
-(test_gpu_paths), and what compute-sanitizer watches (test_sanitizer).
+"""Calls of every op that together take every launch path of a GPU. test_gpu_paths runs them on a GPU; test_sanitizer
+runs them under compute-sanitizer.
 
-Their numbers of rows follow from the plans of the device, so that they are what they are meant to be on any: persistent
-blocks whose rings of rows wrap around, clusters, few rows and many.
+The number of rows of a call follows from the plans of the device. So on any device the calls include persistent blocks
+that fill each pipeline stage several times, clusters, few rows and many rows.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from liger_ext import _C, _devices
 from liger_ext.records import RECORDS, Make, Size
 
-# Ops whose backward has persistent blocks with sums of columns.
+# Ops whose backward sums columns in persistent blocks.
 NORMS = [
     name.removesuffix("_backward")
     for name in _C.planned_ops()
     if any(launch.kernel == "NormBackwardRegisters" for launch in _C.plans(name, _C.profile("H200"), 8192, 64))
 ]
-# Ops of matrices, all of whose rows are read; and those that have clusters of blocks.
+# Ops that read every row of a matrix; of these, the ops that run in clusters of blocks.
 ROW_OPS = [
     op for op, record in RECORDS.items() if record.kernels == op and record.llama.hidden == max(record.llama.heads) == 0
 ]
@@ -34,35 +34,36 @@ HIDDEN = 16  # of the fused loss
 
 
 def size_of(op: str, rows: int, cols: int) -> Size:
-    """RoPE: rows positions, cols the head dimension, of so few heads; the fused loss: a small hidden size."""
+    """Returns the sizes of a call. For RoPE rows are positions and cols is the head dimension, with few heads; the
+    fused loss has a small hidden size."""
     size = RECORDS[op].llama.at(rows, cols)
     return replace(size, heads=(10, 3, cols) if any(size.heads) else size.heads, hidden=HIDDEN if size.hidden else 0)
 
 
 def arguments(op: str, rows: int, cols: int, dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:
-    """An op's arguments by name; all floating ones want a gradient."""
+    """Returns an op's arguments by name; floating tensors require a gradient."""
     return RECORDS[op].inputs(Make(dtype, device), size_of(op, rows, cols))
 
 
 def profile_of_this_machine() -> _C.DeviceProfile:
-    """Of its GPU; an H200's where there is none."""
+    """Returns the profile of this machine's GPU, or of an H200 without one."""
     return _devices.running_profile(0) if torch.cuda.is_available() else _C.profile("H200")
 
 
 def rounds(plan: _C.LaunchPlan, rows: int) -> float:
-    """How often a persistent block, or cluster, takes as many rows as it has at a time."""
+    """Returns how many iterations a persistent block or cluster takes over its rows."""
     return rows / (plan.grid // plan.cluster * max(1, plan.block // plan.threads_per_row))
 
 
 def wraps(plan: _C.LaunchPlan, rows: int) -> bool:
-    """Each place of its ring is filled three times or more."""
+    """Returns whether a block fills each of its pipeline stages at least three times."""
     return plan.stages > 0 and rounds(plan, rows) >= 3 * plan.stages
 
 
 @dataclass(frozen=True)
 class Path:
-    """``kind``: how many rows; "all" are very many, "wraps" as many as rings need. ``frozen``: parameters want no
-    gradient."""
+    """A call of an op. ``kind``: the number of rows; "all" means very many, "wraps" as many as refill all pipeline
+    stages. ``frozen``: parameters require no gradient."""
 
     op: str
     cols: int
@@ -77,7 +78,7 @@ class Path:
         return f"{self.op} {self.kind}x{self.cols} {str(self.dtype).removeprefix('torch.')}{options}"
 
     def launches(self, profile: _C.DeviceProfile, rows: int, knobs: dict | None = None) -> list[_C.NamedLaunch]:
-        """Forward and backward, where the last is planned."""
+        """Returns the launches of forward and backward, as far as they are planned."""
         record, size = RECORDS[self.op], size_of(self.op, rows, self.cols)
         frozen = record.parameters if self.frozen else ()
         return record.plans(profile, size, self.dtype, "", _C.Knobs(**(knobs or {})), self.options, frozen)
@@ -86,14 +87,14 @@ class Path:
         rows = {"few": 3, "many": 2 * profile.multiprocessors, "all": 40_000}.get(self.kind, 40)
         if self.kind == "wraps":
             at_most = max(launch.plan.stages for launch in self.launches(profile, 2**18))
-            most = min(2, at_most)  # one row may fill a ring
+            most = min(2, at_most)  # one row may fill all stages
             while at_most and not self._fills_rings(profile, rows, most):
                 rows += 1 + rows // 8
         return rows
 
     def _fills_rings(self, profile: _C.DeviceProfile, rows: int, stages: int) -> bool:
-        """Whether so many rows get kernels with rings, all of at least ``stages`` rows, and wrap around them. (Fewer
-        rows may get a kernel without one.)"""
+        """Returns whether kernels with at least ``stages`` pipeline stages run, and refill them, with this number of
+        rows. (Fewer rows may run in a kernel without stages.)"""
         plans = [launch.plan for launch in self.launches(profile, rows) if launch.plan.stages]
         return bool(plans) and all(plan.stages >= stages and wraps(plan, rows) for plan in plans)
 
@@ -106,8 +107,8 @@ class Path:
 
 DTYPES = (torch.bfloat16, torch.float32)
 
-# Of each kernel with clusters or persistent blocks, and of the ones that write in place, a call that compute-sanitizer
-# watches. The rows of clusters are long, of persistent blocks as many as rings need.
+# The calls for compute-sanitizer: each kernel with clusters, with persistent blocks, or that writes in place. Clusters
+# have long rows; persistent blocks have enough rows to refill all pipeline stages.
 WATCHED = [
     *(
         Path(op, cols, dtype, "wraps")
@@ -142,7 +143,7 @@ LONG = [
     *(Path("softmax", 1_000_000, dtype, "few") for dtype in DTYPES),
 ]
 
-# What is left: few rows and many of usual lengths, in whole vectors and not.
+# The other paths: few and many rows of common lengths, with and without a remainder after the last whole vector.
 USUAL = [
     *(
         Path(op, cols, dtype, kind)

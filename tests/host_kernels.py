@@ -1,7 +1,8 @@
-"""Every GPU kernel on the host, against float64: forward and backward, three dtypes, odd sizes, the paths of long rows.
+"""Tests of every GPU kernel on the host against float64: forward and backward, three dtypes, odd sizes, long rows.
 
-Not collected by itself: the library must be the host target's, for which test_host_target runs this file in a process
-for each warp width, and shows how many cases each kernel ran in. By hand, after ``make test`` has built it::
+pytest does not collect this file by itself, because it requires the library of the host target. test_host_target runs
+it in one process for each warp width, and shows the number of cases of each kernel. To run it by hand after ``make
+test`` has built the library::
 
     LIGER_EXT_LIB=liger_ext/lib/host LIGER_EXT_HOST_WARP=64 python -m pytest tests/host_kernels.py -k softmax
 """
@@ -25,20 +26,20 @@ from liger_ext.ops._loss_plan import SMALLEST, Plan
 from liger_ext.records import RECORDS, Make, Size
 from liger_ext.testing import judge
 
-torch.set_num_threads(1)  # kernels run on one, and the references are small
+torch.set_num_threads(1)  # kernels of the host target run on one thread, and the references are small
 
 dtypes = pytest.mark.parametrize("dtype", LOW, ids=["fp32", "bf16", "fp16"])
-cases_of = Counter()  # by kernel: in how many tests of this process it was launched
+cases_of = Counter()  # {kernel: number of this process's tests that launched it}
 
 
 def launches():
-    """{kernel: how often it was launched}."""
+    """Returns {kernel: number of launches}."""
     lines = (line.split(" ", 1) for line in told("liger_ext_host_kernels"))
     return {name: int(count) for count, name in lines}
 
 
 def launched_since():
-    """[(kernel, bytes of shared memory)] of the launches since the last call of this."""
+    """Returns [(kernel, bytes of shared memory)] of the launches since the last call of this function."""
     lines = (line.split(" ", 3) for line in told("liger_ext_host_launched"))
     return [(name, int(shared_bytes)) for _, _, shared_bytes, name in lines]
 
@@ -58,7 +59,7 @@ ROWS = [
 
 
 def row_op(op, rows, cols, dtype, *, layout="contiguous", weight_dtype=None, other_dtype=None, **options):
-    """Judges a row op; all of its tensors want gradients."""
+    """Judges a row op, all of whose tensors require gradients."""
     made = RECORDS[op].inputs(Make(dtype), Size(rows, cols))
     for i, (name, t) in enumerate(made.items()):
         if not isinstance(t, torch.Tensor):
@@ -92,8 +93,8 @@ def test_small(example, dtype):
     judge(example.op, example.arguments("cpu", dtype))
 
 
-# A row's threads, and a thread's vectors, are powers of two or three times one: a plan that is a vector short shows at
-# one more than that.
+# The number of a row's threads, and of a thread's vectors, is 2^n or 3 * 2^n. One vector more than that reveals a plan
+# that covers one vector too few.
 @dtypes
 @pytest.mark.parametrize(
     "rows, cols",
@@ -104,7 +105,7 @@ def test_odd_sizes(op, rows, cols, dtype):
     row_op(op, rows, cols, dtype)
 
 
-# By the number of 16-byte vectors: two to eight a thread in blocks of up to 1,024, and rows that are read again.
+# Row lengths in 16-byte vectors: two to eight vectors per thread in blocks of up to 1,024 threads, and two-pass rows.
 @dtypes
 @pytest.mark.parametrize(
     "rows, vectors",
@@ -114,7 +115,7 @@ def test_odd_sizes(op, rows, cols, dtype):
 def test_long_rows(op, rows, vectors, dtype):
     cols = vectors * 16 // dtype.itemsize
     row_op(op, rows, cols, dtype)
-    if RECORDS[op].parameters:  # parameters of another dtype have kernels of their own
+    if RECORDS[op].parameters:  # parameters of another dtype have other kernel instances
         row_op(op, rows, cols, dtype, weight_dtype=torch.bfloat16 if dtype == torch.float32 else torch.float32)
 
 
@@ -129,7 +130,8 @@ def test_long_unaligned_rows(op, dtype):
 @dtypes
 @pytest.mark.parametrize("cols", [100, 1001, 5001])
 def test_softmax_of_a_gradient_at_another_address(cols, dtype):
-    """dy and y are not equally far from a multiple of 16 bytes: element by element, whatever their length."""
+    """dy and y have different offsets from a multiple of 16 bytes, so the kernel reads single elements at any
+    length."""
     y = normal(3, cols, dtype=dtype, scale=3).softmax(-1)
     dy = laid_out(normal(3, cols, dtype=dtype, seed=1), "offset")
     found, same = (torch.ops.liger_ext.softmax_backward(t, y) for t in (dy, dy.clone()))
@@ -140,7 +142,7 @@ def test_softmax_of_a_gradient_at_another_address(cols, dtype):
 def test_mixed_dtypes(dtype):
     row_op("add_rms_norm", 3, 40, dtype, other_dtype=torch.bfloat16, casting_mode="gemma", offset=1.0)
     row_op("geglu", 3, 33, dtype, approximate="none")
-    # A gradient of another dtype than the activations comes from callers of the op alone.
+    # Only a direct call of the op has an upstream gradient of another dtype than the activations.
     x, weight = normal(5, 48, dtype=dtype), normal(48, dtype=dtype, seed=2)
     dy = normal(5, 48, dtype=torch.bfloat16, seed=1)
     rstd = torch.ops.liger_ext.rms_norm(x, weight, 1e-6, 0.0, -1)[1]
@@ -164,7 +166,7 @@ def test_h_of_the_glu_backward(dtype):
 def test_loss(rows, vocab, dtype):
     loss(rows, vocab, dtype)
     loss(rows, vocab, dtype, label_smoothing=0.1, lse_square_scale=1e-3, return_predicted_tokens=True)
-    # Aligned rows with a part of a vector at the end.
+    # Aligned rows that end with an incomplete vector.
     logits = normal(rows, vocab + 16 - vocab % 8, dtype=dtype)[:, :vocab].requires_grad_()
     judge("cross_entropy", {"logits": logits, "target": random_targets(rows, vocab), "reduction": "sum"})
 
@@ -178,26 +180,26 @@ def test_fused_loss(rows, vocab, reduction, dtype):
 
 @dtypes
 def test_fused_loss_in_vocabulary_chunks(dtype):
-    """Rows of one vector more than a block takes."""
+    """Rows that are one vector longer than a block processes."""
     fused_loss(3, 8200, dtype, bias=normal(8200, dtype=dtype, seed=5).requires_grad_())
     fused_loss(3, 1025, dtype, memory=SMALLEST)
 
 
 def least_overlaid(rows, vocab, hidden):
-    """The plan that stores the gradients for which dweight has room."""
+    """Returns the plan that stores as many classes' gradients as fit into dweight."""
     return Plan(int(_C.Gradients.overlaid), rows, _C.overlaid_classes(rows, hidden, vocab))
 
 
 @dtypes
 def test_fused_loss_of_overlaid_rows(dtype):
-    """A part of each row, in several matrices; its other classes are recomputed."""
+    """A part of each row's gradient is stored in several matrices; the other classes are recomputed."""
     fused_loss(16, 12_032, dtype, memory=least_overlaid(16, 12_032, 8))
 
 
 @dtypes
 @pytest.mark.parametrize("rows, vocab", [(3, 33), (3, 1048), (3, 2051), (3, 8200), (16, 12_032)])
 def test_log_probs(rows, vocab, dtype):
-    """With the row held, in vocabulary chunks, and overlaid; with a softcap, and without."""
+    """Whole rows, vocabulary chunks, and overlaid gradients; with and without a softcap."""
     plans = ["auto", SMALLEST] + [least_overlaid(rows, vocab, 8)] * (vocab > 10_000)
     for memory, softcap in itertools.product(plans, (None, 3.0)):
         log_probs.judge(log_probs.arguments(rows, 8, vocab, dtype), dtype, memory=memory, softcap=softcap)
@@ -208,7 +210,7 @@ def test_fused_loss_unaligned(dtype):
     bias = laid_out(normal(35, dtype=dtype, seed=5), "offset").requires_grad_()
     class_weight = laid_out(normal(35, seed=6).abs() + 0.1, "offset")
     fused_loss(9, 35, dtype, hidden=7, bias=bias, ce_weight=class_weight, reduction="none")
-    # What autograd saves may come back elsewhere.
+    # Saved tensors may come back at another address.
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: laid_out(t.detach(), "offset")):
         fused_loss(9, 35, dtype, bias=bias)
 
@@ -217,7 +219,7 @@ def test_fused_loss_unaligned(dtype):
 @dtypes
 @pytest.mark.parametrize("vocab", [40_001, 84_001])
 def test_logits_in_more_than_64_kib(vocab, dtype):
-    """As on MI355X. Of the longer rows, what does not fit is read again."""
+    """As on MI355X. The kernel reads the part of a longer row that does not fit into shared memory twice."""
     launched_since()
     fused_loss(3, vocab, dtype, softcap=10.0)
     (shared_bytes,) = (smem for name, smem in launched_since() if "::InPlace<" in name)
@@ -227,7 +229,8 @@ def test_logits_in_more_than_64_kib(vocab, dtype):
 @pytest.mark.skipif(not ahead_target(), reason="no clusters, and no copies that fetch rows ahead")
 @dtypes
 def test_rows_of_clusters(dtype):
-    """Longer than the registers of a cluster hold; of the fused loss, longer than a cluster holds at all."""
+    """Rows that do not fit into the registers of a cluster; for the fused loss also rows that do not fit into its
+    shared memory."""
     wide = 16 // dtype.itemsize
     for op in ("rms_norm", "add_rms_norm", "layer_norm"):
         row_op(op, 2, 33_000 * wide, dtype)
@@ -254,10 +257,10 @@ def test_a_bad_target_is_reported():
 
 
 def test_every_kernel_has_run():
-    """Of this process: the last test."""
+    """Checks that the tests of this process, of which this is the last, launched every kernel."""
     found = launches()
     idle = [name for name, count in found.items() if count == 0]
-    if ahead_target():  # four vectors per thread are for devices without clusters
+    if ahead_target():  # instances with four vectors per thread run on devices without clusters
         idle = [name for name in idle if instances.key_of(name)[1][1:] != (4, 512)]
     assert found and not idle, "\n".join(idle)
     assert {instances.key_of(name) for name in found} == instances.table(ahead=ahead_target()).keys()

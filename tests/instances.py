@@ -1,4 +1,5 @@
-"""Kernels and their instances: the planner's table of them (csrc/launch), and the names that compilers give them."""
+"""Kernel instances as (kernel, template arguments), so that tests can compare two lists: the instances in the planner's
+table (csrc/launch), and the instances in a compiled library, by their demangled names."""
 
 from __future__ import annotations
 
@@ -10,14 +11,14 @@ Key = tuple[str, tuple[int, ...]]  # a kernel and its integer template arguments
 
 
 def key_of(name: str) -> Key:
-    """Of ``liger::gpu::(anonymous namespace)::RopeKernel<float, 4>``, by whichever demangler."""
+    """Parses ``liger::gpu::(anonymous namespace)::RopeKernel<float, 4>``, as written by any demangler."""
     name = re.sub(r"\(anonymous namespace\)::|\[abi:\w+\]|liger::|gpu::", "", name)
     kernel, _, arguments = name.partition("<")
-    arguments = re.sub(r"\{.*?\}", "", arguments)  # of the norms: what kind of norm it is
+    arguments = re.sub(r"\{.*?\}", "", arguments)  # the kind of a norm
     return kernel.rpartition("::")[2], tuple(int(n) for n in re.findall(r"(?<![\w)])\d+(?!\w)", arguments))
 
 
 def table(*, ahead: bool = True) -> dict[Key, int]:
-    """All instances and their launch bounds. ``ahead``: with those that only CUDA's library has."""
+    """Returns the launch bounds of all instances. ``ahead``: include those that only CUDA's library has."""
     found = ((kernel, *one) for kernel, all_of_it in _C.instances().items() for one in all_of_it)
     return {(kernel, tuple(numbers)): bound for kernel, numbers, bound, only in found if ahead or not only}

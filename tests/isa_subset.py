@@ -1,5 +1,6 @@
-"""Every op in every dtype at odd sizes, under the rule: ``python isa_subset.py`` prints which instruction set ran.
-test_library runs it with LIGER_EXT_CPU_ISA set, which must happen before the library is loaded."""
+"""Judges every op in every dtype at odd sizes against float64, and prints the CPU instruction set that the library
+uses: ``python isa_subset.py``. test_library runs it in a child process, because LIGER_EXT_CPU_ISA must be set before
+the library is loaded."""
 
 import torch
 from cases import LAYOUTS, laid_out, normal, random_targets, told

@@ -1,5 +1,5 @@
-"""Calls of every op, small, odd and large enough for every kernel to run at least once: on the host target
-(host_kernels.py) and on an emulated device (tests/amd)."""
+"""Calls of every op, small, odd and large, that launch every kernel at least once on the host target (host_kernels.py)
+and on an emulated device (tests/amd)."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Case:
-    """One call of an op of ``liger_ext.testing.OPS``; ``inputs()`` makes its arguments, of which no gradient of
-    ``frozen`` ones is wanted."""
+    """One call of an op of ``liger_ext.testing.OPS``. ``inputs()`` returns its arguments; those in ``frozen`` require
+    no gradient."""
 
     op: str
     name: str
     dtype: torch.dtype
     inputs: Callable[[], dict[str, Any]]
     frozen: tuple[str, ...] = ()
-    quick: bool = False  # one of the few of its op for a quick run
+    quick: bool = False  # part of a quick run, which has a few cases of each op
 
     def __str__(self) -> str:
         return f"{self.op} {self.name} {str(self.dtype).removeprefix('torch.')}"
 
 
 def cases(only: str = "", quick: bool = False) -> Iterator[Case]:
-    """All cases, or those in whose text ("rope partial float16") the expression ``only`` is found; ``quick``: a few of
-    each op."""
+    """Yields the cases in whose text ("rope partial float16") the regular expression ``only`` matches; ``quick``: a few
+    of each op."""
     for dtype in DTYPES:
         for op, name, is_quick, inputs, *frozen in ops.kernel_cases(dtype):
             case = Case(op, name, dtype, inputs, tuple(frozen), is_quick)
@@ -44,8 +44,8 @@ def cases(only: str = "", quick: bool = False) -> Iterator[Case]:
 
 
 def with_gradients(case: Case, inputs: dict[str, Any]) -> dict[str, Any]:
-    """A case's inputs, leaves of which a gradient is wanted of every parameter that is not frozen: class weights and
-    rope's tables are no parameters."""
+    """Makes the inputs of a case leaves that require a gradient, except frozen ones and constants (class weights,
+    rope's tables)."""
     constants = (*RECORDS[case.op].constants, *case.frozen)
     for name, value in inputs.items():
         if isinstance(value, Tensor):

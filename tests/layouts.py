@@ -1,11 +1,11 @@
-"""Every memory layout that a tensor can have, as one family, and what a call must leave alone.
+"""Random memory layouts of tensors, and guards that detect writes outside of a call's results.
 
 A layout is a stride for each dimension and an offset into a buffer. The strides are drawn from the innermost dimension
 outwards, the dimensions in any order. Each one either continues what lies inside it (dense), leaves a gap (slices,
-padded rows, a last stride of 2), overlaps it, or is 0 (expanded). So contiguous, transposed, permuted, sliced, padded,
-offset, expanded and overlapping tensors, and all mixtures, are members of one family. torch has no negative strides.
+padded rows, a last stride of 2), overlaps it, or is 0 (expanded). So the draws include contiguous, transposed,
+permuted, sliced, padded, offset, expanded and overlapping tensors, and all mixtures. torch has no negative strides.
 
-Draws come from a ``random.Random``. Under hypothesis it is ``st.randoms(use_true_random=False)``, whose draws shrink.
+Draws come from a ``random.Random``. hypothesis tests pass ``st.randoms(use_true_random=False)``, whose draws shrink.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-AROUND = (
-    16  # elements before and behind a tensor: whole vectors of 16 bytes in every dtype, so they change no alignment
-)
+AROUND = 16  # elements before and after a tensor: whole vectors of 16 bytes in every dtype, which keeps the alignment
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class Layout:
     offset: int = 0
 
     def span(self, shape: Sequence[int]) -> int:
-        """Elements from the first to the last."""
+        """Returns the number of buffer elements from the first element to the last."""
         if 0 in shape:
             return 0
         return 1 + sum((size - 1) * stride for size, stride in zip(shape, self.strides, strict=True))
@@ -59,7 +57,7 @@ KINDS = [
 def draw_layout(rng: Random, shape: Sequence[int]) -> Layout:
     kinds = rng.choice(KINDS)
     order = list(range(len(shape)))
-    if rng.randrange(10) < 6:  # the order of rows, which most paths are made for
+    if rng.randrange(10) < 6:  # row-major order, for which most paths are designed
         order.reverse()
     else:
         rng.shuffle(order)
@@ -81,14 +79,14 @@ def draw_layout(rng: Random, shape: Sequence[int]) -> Layout:
 
 
 class Guarded:
-    """Makes tensors inside larger buffers of values that nobody may use (NaN, and targets far out of range), and sees
-    whether any byte of a buffer has changed."""
+    """Places tensors inside larger buffers whose other values are invalid (NaN, and targets far out of range), and
+    detects any changed byte of a buffer."""
 
     def __init__(self) -> None:
         self._buffers: list[tuple[str, Tensor, Tensor]] = []
 
     def place(self, name: str, values: Tensor, layout: Layout) -> Tensor:
-        """The values in that layout. Where elements share memory, one of their values is that of all."""
+        """Returns the values in that layout. Elements that share memory take one of their values."""
         span = layout.span(values.shape)
         unused = float("nan") if values.dtype.is_floating_point else 1 << 40
         buffer = torch.full((2 * AROUND + layout.offset + span,), unused, dtype=values.dtype, device=values.device)
@@ -100,15 +98,15 @@ class Guarded:
         return buffer.as_strided(values.shape, layout.strides, first)
 
     def changed(self) -> list[str]:
-        """The names of tensors in or beside which something was written."""
+        """Returns the names of tensors whose buffers have changed, inside or outside of the tensor."""
         return [name for name, buffer, before in self._buffers if not torch.equal(bits(buffer), before)]
 
 
 @contextlib.contextmanager
 def unwritten_memory(byte: int) -> Iterator[None]:
-    """Memory of the CPU that nothing has written reads as this byte, or as its complement: where results of a call
-    under one byte and under another are equal, everything was written. Memory that had equal results before would
-    hide that it was not. glibc alone does this (M_PERTURB)."""
+    """Fills new CPU memory with this byte, or with its complement (glibc's M_PERTURB; a no-op with other C libraries).
+    If a call has equal results under two different bytes, it wrote every element. Reused memory that holds the results
+    of an equal call would hide a missing write."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)
     mallopt(-6, byte)
     try:
@@ -118,13 +116,13 @@ def unwritten_memory(byte: int) -> Iterator[None]:
 
 
 def bits(t: Tensor) -> Tensor:
-    """The bytes of a tensor: equal means equal, NaN and the sign of zero included."""
-    flat = t.detach().contiguous().flatten()  # one element may keep any stride
+    """Returns the bytes of a tensor, for a comparison that includes NaN and the sign of zero."""
+    flat = t.detach().contiguous().flatten()  # a tensor of one element may have any stride
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal shape, dtype and values; one NaN is as good as another."""
+    """Returns whether shape, dtype and bits are equal; all NaNs count as equal."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not a.dtype.is_floating_point:
@@ -134,9 +132,10 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def rows_are_aligned(t: Tensor) -> bool:
-    """May kernels read the rows of t in vectors of 16 bytes? Rows over the last dimension with one stride are read
-    where they are, all others from a contiguous copy, which is aligned (``as_rows`` in csrc/ops/tensor.cpp). A row of a
-    contiguous tensor may be several dimensions (GroupNorm), but its copy has the same rows: where it begins decides."""
+    """Returns whether kernels may read the rows of t in vectors of 16 bytes. Kernels read rows of the last dimension
+    that have one common stride in place, and all others from a contiguous copy, which is aligned (``as_rows`` in
+    csrc/ops/tensor.cpp). A row of a contiguous tensor may span several dimensions (GroupNorm); a copy has the same
+    rows, so only the address of the first element counts."""
     if t.dim() == 0 or not t.numel() or (t.shape[-1] > 1 and t.stride(-1) != 1):
         return True
     if t.is_contiguous():
@@ -152,7 +151,8 @@ def rows_are_aligned(t: Tensor) -> bool:
 
 
 def significant_strides(t: Tensor) -> tuple[int, ...]:
-    """Strides that decide where an element lies: those of dimensions longer than 1, of tensors that have elements."""
+    """Returns the strides that determine the addresses of elements: those of dimensions longer than 1, in a tensor that
+    is not empty."""
     return tuple(s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1) if t.numel() else ()
 
 

@@ -1,9 +1,9 @@
-"""Makes docs/liger_kernel_names.md: the names of Liger-Kernel's modules, and what each does under liger_ext.
+"""Writes docs/liger_kernel_names.md: the names of Liger-Kernel's modules, and whether each works under liger_ext.
 
     PYTHONPATH=. python tests/liger_names.py <the folder liger_kernel of its sources>
 
-writes the list anew, of names that Liger-Kernel's files define or import from one another. Left out are its other
-backends and its tests. tests/test_liger_kernel.py compares the list with what happens.
+The command lists the names that Liger-Kernel's files define or import from one another, without its other backends and
+its tests. tests/test_liger_kernel.py compares the page with the modules of liger_ext.
 """
 
 import ast
@@ -24,7 +24,7 @@ _PRIVATE = "_apply_liger_kernel", "_apply_liger_kernel_to_instance", "_FSDPForwa
 
 
 def state(module: str, name: str) -> str:
-    """One of STATES; liger_ext.compat.install() has been called."""
+    """Returns a key of STATES. The caller must have called liger_ext.compat.install()."""
     try:
         found = getattr(importlib.import_module(module), name)
     except AttributeError as error:
@@ -36,12 +36,12 @@ def state(module: str, name: str) -> str:
 
 
 def absent_modules() -> list[str]:
-    """Those on the page."""
+    """Returns the modules that the page lists as absent."""
     return re.findall(r"`(liger_kernel\.[\w.]+)`", PAGE.read_text().partition(f"## {_ABSENT}\n")[2])
 
 
 def listed() -> dict[str, dict[str, list[str]]]:
-    """The names on the page, by module and state."""
+    """Returns the names on the page, by module and state."""
     modules: dict[str, dict[str, list[str]]] = {}
     for line in PAGE.read_text().splitlines():
         if heading := re.fullmatch(r"## (liger_kernel[\w.]*)", line):

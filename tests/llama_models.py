@@ -1,10 +1,10 @@
-"""Small Llamas and how two of them are compared, for the tests of patching.
+"""Small Llamas and their comparison, for the tests of patching.
 
-Each comparison has three models with the same weights: stock (transformers' code in the dtype under test), patched (the
-same, patched), and exact (transformers' code in float64, whose norms and loss are float64 too). The patched model's
-distance from the exact one may be `FACTOR` times the stock model's over all gradients, and `FACTOR_OF_ONE` times in any
-one result, plus what rounding alone gives. (Measured: the ratio's median is 1.0 in every parameter, the largest of 100
-in one parameter 1.5.)
+A comparison has three models with the same weights: stock (transformers' code in the dtype under test), patched (a
+patched copy of it), and exact (transformers' code in float64, norms and loss included). Over all gradients, the patched
+model's distance from the exact one may be `FACTOR` times the stock model's distance; in any one result `FACTOR_OF_ONE`
+times. Both bounds add the distance that rounding the result causes. The factors leave room: the measured ratio of the
+distances has a median of 1 in every parameter.
 """
 
 import copy
@@ -23,7 +23,7 @@ from transformers.models.llama import modeling_llama
 
 from liger_ext import apply_liger_kernel_to_llama
 
-LEVELS = ("fast", "auto", "low", "min")  # of memory
+LEVELS = ("fast", "auto", "low", "min")  # levels of memory
 levels = pytest.mark.parametrize("memory", LEVELS)
 FACTOR = 1.5
 FACTOR_OF_ONE = 3
@@ -36,7 +36,7 @@ SIZES = dict(
     num_attention_heads=4,
     num_key_value_heads=2,
     max_position_embeddings=128,
-    initializer_range=0.15,  # logits of a size that makes the loss depend on everything
+    initializer_range=0.15,  # large enough logits that every parameter influences the loss
     pad_token_id=0,
     bos_token_id=1,
     eos_token_id=2,
@@ -46,7 +46,7 @@ TRANSFORMERS = tuple(int(part) for part in transformers.__version__.split(".")[:
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """These models are too small for more: threads would only wait for each other."""
+    """Sets one thread: for models this small several threads would only wait for each other."""
     with threads(1):
         yield
 
@@ -63,7 +63,7 @@ def build(
 
 
 def randomised(model: nn.Module) -> nn.Module:
-    """With weights of norms, and biases, that are not 1 or 0 as they are at first, which would hide mistakes."""
+    """Draws the weights of norms and the biases: their initial values 1 and 0 would hide errors."""
     for name, parameter in model.named_parameters():
         if "norm" in name:
             nn.init.uniform_(parameter, 0.5, 1.5)
@@ -73,7 +73,7 @@ def randomised(model: nn.Module) -> nn.Module:
 
 
 def patched(model: nn.Module, **options: Any) -> nn.Module:
-    """A patched copy."""
+    """Returns a patched copy of the model."""
     model = copy.deepcopy(model)
     apply_liger_kernel_to_llama(model=model, **options)
     return model
@@ -87,7 +87,7 @@ def frozen(model: nn.Module, *names: str) -> nn.Module:
 
 
 def lora(model: nn.Module, **options: Any) -> nn.Module:
-    """The model in a PEFT wrapper with LoRA layers that do something from the start."""
+    """Returns the model in a PEFT wrapper whose LoRA layers change the output from the start."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(5)
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM", **options))
@@ -109,7 +109,7 @@ def tokens(*shape: int, device: Any = "cpu", seed: int = 1) -> Tensor:
 
 
 def exact(model: nn.Module) -> nn.Module:
-    """A float64 copy of an unpatched model, whose norms and language-model loss compute in float64 as well."""
+    """Returns a float64 copy of an unpatched model, whose norms and language-model loss compute in float64, too."""
     copied = copy.deepcopy(model).double()
     for module in copied.modules():
         if isinstance(module, modeling_llama.LlamaRMSNorm):
@@ -135,7 +135,8 @@ def _exact_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_inde
 
 
 def step(model: nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any] | None = None) -> dict[str, Tensor]:
-    """One forward, and a backward if there is a loss: the loss, the logits if any, and all gradients by name."""
+    """Runs a forward, and a backward if it returns a loss. Returns the loss, the logits if any, and all gradients by
+    name."""
     model.zero_grad(set_to_none=True)
     output = (forward or (lambda m, **b: m(**b)))(model, **batch)
     results = {name: output[name] for name in ("loss", "logits") if output.get(name) is not None}
@@ -146,20 +147,21 @@ def step(model: nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any]
 
 
 def steps(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """The results of a step of each batch, stacked. Of gradients of a few numbers one batch is good by chance."""
+    """Returns the stacked results of a step of each batch. In one batch a gradient of a few numbers may be exact by
+    chance."""
     found = [step(model, batch) for batch in batches]
     return {name: torch.stack([one[name] for one in found]) for name in found[0]}
 
 
 def ops(model: nn.Module, **batch: Any) -> set[str]:
-    """The names of our ops that a forward calls."""
+    """Returns the names of liger_ext's ops that a forward calls."""
     with torch.no_grad(), RecordCalls() as record:
         model(**batch)
     return set(record.names)
 
 
 def count_calls(model: nn.Module) -> list[None]:
-    """A list that grows with each call of an MLP's last layer."""
+    """Returns a list that grows by one entry with each call of an MLP's last layer."""
     calls: list[None] = []
     for name, module in model.named_modules():
         if name.endswith("down_proj"):
@@ -175,23 +177,24 @@ def checkpoint_layers(model: nn.Module, use_reentrant: bool, **options: Any) -> 
 
 
 def distance(result: Tensor, reference: Tensor) -> float:
-    """Relative, in the root-mean-square sense."""
+    """Returns the relative distance, as a ratio of 2-norms."""
     reference = reference.double()
     return ((result.double() - reference).norm() / reference.norm().clamp(min=1e-30)).item()
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """What rounding a result once gives as its distance, and a few fp32 roundings on the way to it."""
+    """Returns the distance that rounding the result once causes, plus a few fp32 roundings before it."""
     return torch.finfo(dtype).eps / math.sqrt(12) + 4 * torch.finfo(torch.float32).eps
 
 
 def assert_as_good(patched: Mapping[str, Tensor], stock: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> None:
-    """Judges the patched model's loss, logits and gradients. Its logits may be absent; nothing else may."""
+    """Judges the patched model's loss, logits and gradients. Only its logits may be absent."""
     assert set(stock) == set(reference)
     assert set(patched) | {"logits"} == set(stock) | {"logits"}
     ours = {name: distance(result, reference[name]) for name, result in patched.items()}
     theirs = {name: distance(stock[name], reference[name]) for name in patched}
-    # A gradient of a few numbers may be exact by luck: in fp32 what is usual among the others counts, too.
+    # The stock gradient of a few numbers may be exact by chance: in fp32 the median distance of all gradients counts,
+    # too.
     usual = statistics.median([theirs[name] for name in theirs.keys() - {"loss", "logits"}] or [0.0])
     for name, result in patched.items():
         assert result.dtype == stock[name].dtype, name
@@ -199,11 +202,11 @@ def assert_as_good(patched: Mapping[str, Tensor], stock: Mapping[str, Tensor], r
         by_luck = result.dtype is torch.float32 and name not in ("loss", "logits")
         bound = FACTOR_OF_ONE * max(theirs[name], usual if by_luck else 0) + rounding(result.dtype)
         if name == "loss" and "logits" in stock:
-            # One number may be good by luck: errors of the logits are what it is made of.
+            # The stock loss, one number, may be exact by chance: the errors of its logits count, too.
             error = (stock["logits"].double() - reference["logits"]).square().mean().sqrt()
             bound += (error / reference["loss"].abs().mean()).item()
         assert ours[name] <= bound, (name, ours[name], bound)
-    # A gradient that cancels exactly (a bias under a softmax over positions) has no relative error.
+    # A gradient that is exactly 0 in theory (a bias under a softmax over positions) has no relative error.
     largest = max((float(reference[name].norm()) for name in ours.keys() - {"loss", "logits"}), default=0.0)
     gradients = {n for n in ours.keys() - {"loss", "logits"} if float(reference[n].norm()) > 1e-12 * largest}
     if gradients:
@@ -215,7 +218,7 @@ def assert_as_good(patched: Mapping[str, Tensor], stock: Mapping[str, Tensor], r
 def compare(
     stock: nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any] | None = None, **options: Any
 ) -> nn.Module:
-    """Patches a copy of `stock` and compares the two on one batch, in the mode (train, eval) that `stock` is in."""
+    """Patches a copy of `stock` and compares both on one batch, in the mode (train or eval) of `stock`."""
     reference = step(exact(stock), {k: v.double() if _is_float(v) else v for k, v in batch.items()}, forward)
     model = patched(stock, **options)
     assert_as_good(step(model, batch, forward), step(stock, batch, forward), reference)

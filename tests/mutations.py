@@ -1,7 +1,7 @@
-"""Python functions with one token changed, and the classes of transformers whose recognition they try.
+"""Mutants of Python functions, for the tests of recognition: changed copies that must not be taken for known code.
 
-The mutations are those of an edit that a release of transformers could bring: another operator, number, name, attribute
-or keyword argument, one at a time, at every place in a function's text. Two statements in the other order are one, too.
+A mutation is an edit that a release of transformers could contain: another operator, number, name, attribute or keyword
+argument, one at a time, at every place in a function's text; or two adjacent statements exchanged.
 """
 
 import ast
@@ -20,7 +20,7 @@ _OTHER |= {"+=": "-=", "-=": "+=", "*=": "+=", "^": "|", "&": "|", "|": "&"}
 
 
 def mutants(source: str) -> Iterator[tuple[str, str]]:
-    """Yields a description and the changed source for each change of `source`, which `text_of` has written."""
+    """Yields a description and the changed source for each change of `source`, a result of `text_of`."""
     yield from _with_another_token(source)
     yield from _with_statements_swapped(source)
 
@@ -74,6 +74,6 @@ def texts(functions: list[Callable]) -> dict[Callable, str]:
 
 
 def find_class(path: str) -> type:
-    """Of "gemma2.Gemma2MLP" in transformers.models, or of another file of the folder: "blip_2.modeling_x.Name"."""
+    """Returns the class "gemma2.Gemma2MLP" of transformers.models, or one of another file: "blip_2.modeling_x.Name"."""
     folder, *file, name = path.split(".")
     return getattr(importlib.import_module(f"transformers.models.{folder}.{(file or [f'modeling_{folder}'])[0]}"), name)

@@ -1,4 +1,4 @@
-"""Few cases of many settings: every two values of two settings meet in one of them (all-pairs testing)."""
+"""All-pairs testing: chooses few cases, in which any two values of two settings occur together at least once."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -9,14 +9,15 @@ Pair = frozenset[tuple[str, Any]]
 
 
 def product(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
-    """Every combination."""
+    """Returns every combination."""
     return [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
 
 
 def pairwise(cases: Sequence[Case]) -> list[Case]:
-    """Some of `cases`, in which every pair of values that is in any of `cases` is. The same ones at each call.
+    """Returns some of `cases` that together contain every pair of values of `cases`; the same ones at each call.
 
-    Greedy: always the case with the most pairs that none before it has; of several, the first in the order of `cases`.
+    Greedy: chooses the case with the most pairs that no chosen case has; of equal cases the first in the order of
+    `cases`.
     """
     pairs = [pairs_of(case) for case in cases]
     missing = set().union(*pairs)

@@ -1,7 +1,7 @@
-"""What kernels in csrc/gpu have in common, as arithmetic: which elements each thread takes. A model of a kernel
-(``PLAN_MODELS`` of tests/ops, by the kernel's name) is a function of a launch and of what is known of its call, and
-raises AssertionError unless every element of every row is taken exactly once. The formulas are those of Columns and
-RowGroup (gpu/rows.h), WarpShare (gpu/row_stream.h) and of the kernels' own first lines."""
+"""Arithmetic models of the kernels in csrc/gpu: which elements each thread processes. ``PLAN_MODELS`` of tests/ops has
+the model of each kernel: a function of a launch and of facts about its call, which raises AssertionError unless threads
+process every element of every row exactly once. The formulas repeat those of Columns and RowGroup (gpu/rows.h),
+WarpShare (gpu/row_stream.h) and the first lines of the kernels."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def power_of_two(n: int) -> bool:
 
 @functools.lru_cache(4096)
 def check_columns(threads: int, k: int, vec: int, begin: int, end: int) -> None:
-    """Columns(index, threads, begin, end) of all threads: they hold [begin, begin + threads * k * vec) as far as there
-    are columns."""
+    """Checks that the Columns(index, threads, begin, end) of all threads cover [begin, begin + threads * k * vec), cut
+    off at ``end``."""
     index = np.arange(threads, dtype=np.int64)
     first, step = begin + index * vec, threads * vec
     left = np.where(end <= first, 0, np.minimum(end - first, k * step))
@@ -29,11 +29,11 @@ def check_columns(threads: int, k: int, vec: int, begin: int, end: int) -> None:
     starts = np.sort((first + vector * step)[vector * step < left])
     stop = min(end, begin + k * step)
     assert np.array_equal(starts, np.arange(begin, stop, vec)), (threads, k, vec, begin, end)
-    assert (stop - begin) % vec == 0, "a vector passes the end of its row"
+    assert (stop - begin) % vec == 0, "a vector extends past the end of its row"
 
 
 def check_batches(threads: int, k: int, vec: int, cols: int) -> None:
-    """A row in batches, all full but the last: the first and the last."""
+    """Checks the first and the last batch of a row; all batches but the last are full."""
     batch = threads * k * vec
     check_columns(threads, k, vec, 0, min(cols, batch))
     check_columns(threads, k, vec, (cols - 1) // batch * batch, cols)
@@ -46,7 +46,7 @@ def check_held(threads: int, k: int, vec: int, cols: int) -> None:
 
 @functools.lru_cache(4096)
 def check_shares(threads: int, warp: int, k: int, vectors: int) -> None:
-    """WarpShare of all warps of a row of so many vectors: a lane has at most k of them."""
+    """Checks that the WarpShares of a row's warps cover its vectors, with at most k vectors for each lane."""
     lanes = min(threads, warp)
     warps = threads // lanes
     share = ceil_div(ceil_div(vectors, warps), 8) * 8
@@ -57,19 +57,20 @@ def check_shares(threads: int, warp: int, k: int, vectors: int) -> None:
 
 
 def check_ring(plan, inputs: int, k: int, fixed: int, mbarriers: int) -> None:
-    """The ring lies behind what reductions take, and holds `stages` rows and, of bulk copies, their mbarriers."""
+    """Checks that the pipeline stages lie after the memory of reductions, with room for `stages` rows and, for bulk
+    copies, their mbarriers."""
     assert plan.stages >= 1 and plan.shared_offset >= fixed and plan.shared_offset % 128 == 0
     stage = plan.block * k * 16 * inputs + mbarriers
     assert plan.smem >= plan.shared_offset + plan.stages * stage
 
 
 def check_teams(plan, rows: int) -> None:
-    """Persistent blocks or clusters: none without a row."""
+    """Checks that every persistent block or cluster has a row."""
     assert plan.grid % plan.cluster == 0 and plan.grid // plan.cluster <= rows
 
 
 def groups_of(plan) -> int:
-    """Rows of a block at a time; a cluster's blocks share one."""
+    """Returns how many rows a block processes at a time; the blocks of a cluster share one row."""
     if plan.cluster > 1:
         assert plan.threads_per_row == plan.cluster * plan.block
         return 1
@@ -81,25 +82,26 @@ def groups_of(plan) -> int:
 
 
 def check_rows(plan, rows: int) -> None:
-    """Row = team * groups + group: all rows, and no team without any."""
+    """Checks that row = team * groups + group covers all rows, and that every team (block or cluster) has a row."""
     assert plan.grid % plan.cluster == 0
     teams, groups = plan.grid // plan.cluster, groups_of(plan)
     assert (teams - 1) * groups < rows <= teams * groups
 
 
 def check_tiles(blocks: int, width: int, cols: int) -> None:
-    """Tiles of `width` columns, none of them empty."""
+    """Checks that tiles of `width` columns cover the row, and that none is empty."""
     assert (blocks - 1) * width < cols <= blocks * width
 
 
 def check_ranges(rows: int, parts: int) -> None:
-    """Ranges of ceil(rows / parts) rows, none of them empty."""
+    """Checks that ranges of ceil(rows / parts) rows cover the rows, and that none is empty."""
     each = ceil_div(rows, parts)
     assert (parts - 1) * each < rows <= parts * each
 
 
 def check_singles(threads: int, vec: int, cols: int) -> None:
-    """The elements before the first and behind the last whole vector of a row, wherever it starts: a thread's each."""
+    """Checks that each element before the first and after the last whole vector has its own thread, at any address of a
+    row."""
     for head in range(min(vec, cols + 1)):
         assert head + (cols - head) % vec <= threads
 
@@ -143,4 +145,4 @@ def stream_copy(launch, call) -> None:
     assert plan.grid * plan.block * launch.instance[0] >= launch.cols
 
 
-SHARED = {"SumColumns": sum_columns, "StreamCopyKernel": stream_copy}  # no op's own
+SHARED = {"SumColumns": sum_columns, "StreamCopyKernel": stream_copy}  # used by several ops

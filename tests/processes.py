@@ -1,9 +1,9 @@
-"""Cases that take several processes: ``python processes.py <module> <folder> <case> ...``.
+"""Runs test cases in several processes: ``python processes.py <module> <folder> <case> ...``.
 
-``<module>.CASES`` has them: by name how many processes a case takes, and the function that each of them calls with its
-`World`. One interpreter imports everything and is forked for each process, as starting one is the expensive part.
-They see no GPU. Each case has a process group of its own, so that one that fails disturbs no other; what it raised is
-written to ``<folder>/<processes>-<rank>.json``.
+``<module>.CASES`` is {name: (number of processes, function)}; each process calls the function with its `World`. One
+interpreter imports everything and forks once for each process, because starting an interpreter is the expensive part.
+The processes see no GPU. Each case has its own process group, so that a failing case disturbs no other. Each process
+writes the errors of its cases to ``<folder>/<processes>-<rank>.json``.
 """
 
 import datetime
@@ -26,7 +26,7 @@ TIMEOUT = datetime.timedelta(seconds=60)
 
 
 class World:
-    """The processes of a case. ``folder`` is one for its files, the same in each."""
+    """The processes of a case. They share ``folder`` for files."""
 
     def __init__(self, folder):
         self.size, self.rank, self.group, self.folder = dist.get_world_size(), dist.get_rank(), dist.group.WORLD, folder
@@ -37,13 +37,13 @@ class World:
         return values
 
     def same(self, t):
-        """In all processes, bit by bit."""
+        """Asserts that ``t`` is bitwise equal in all processes."""
         for other in self.gathered(t.detach()):
             assert torch.equal(other.nan_to_num(7e7), t.detach().nan_to_num(7e7)), (other, t)
 
 
 def cases_of(kind, f, factors, possible=lambda case: True, processes=2):
-    """`f(world, **case)` for an all-pairs design of `factors`, as it is to be in `CASES`."""
+    """Returns entries of `CASES`: `f(world, **case)` for an all-pairs design of `factors`."""
     cases = [case for case in product(factors) if possible(case)]
     found = {}
     for made in pairwise(cases) if len(factors) > 1 else cases:
@@ -53,7 +53,7 @@ def cases_of(kind, f, factors, possible=lambda case: True, processes=2):
 
 
 def errors_of(request, module, tmp_path_factory):
-    """Runs the cases of the tests that were asked for: what each raised, in the first process where it did, or None."""
+    """Runs the cases of the selected tests. Returns, for each, the error of the first process that failed, or None."""
     here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     asked = {item.callspec.params["case"] for item in here if "case" in item.callspec.params}
     names = [name for name in importlib.import_module(module).CASES if name in asked]

@@ -1,4 +1,4 @@
-"""Repositories of models whose code comes with their weights, made of the text of transformers' own modules."""
+"""Writes repositories of models with remote code, whose source is that of transformers' modules."""
 
 import importlib
 import inspect
@@ -27,7 +27,8 @@ def write_repository(
     family: str = "llama",
     options: Mapping[str, object] | None = None,
 ) -> Path:
-    """Writes the code of a family of transformers, in which `changes` replace parts, and a configuration of it."""
+    """Writes a repository with the code of a family of transformers, edited by `changes` ({old text: new text}), and
+    its configuration."""
     prefix = family.capitalize()
     text = inspect.getsource(importlib.import_module(f"transformers.models.{family}.modeling_{family}"))
     text = re.sub(r"from \.\.\.(?=\w)", "from transformers.", text)

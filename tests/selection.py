@@ -1,11 +1,11 @@
-"""Which tests run, and in which process: a plugin of pytest.
+"""A pytest plugin that selects the tests to run and distributes them over processes.
 
-``make test`` leaves out the tests marked ``slow``. ``--share 2/8`` runs every eighth of the selected tests, from the
+``make test`` excludes the tests marked ``slow``. ``--share 2/8`` runs every eighth of the selected tests, from the
 second on: CI runs one share of the slow tests, chosen by the number of commits. ``--skips ci`` compares the skips of a
-run with the column ``ci`` of skips.txt, so that no test disappears unseen.
+run with the column ``ci`` of skips.txt, so that no test disappears unnoticed.
 
-With ``-n`` the tests of a file share one process, which makes their fixtures once. Files with slow tests start first,
-so that none of them is left over when the others have ended. Each test of the files APART has a process of its own.
+With ``-n`` the tests of a file share one process, which creates their fixtures once. Files with slow tests start first,
+so that no long file runs alone at the end. The tests of the files in APART run in separate processes.
 """
 
 import re
@@ -16,11 +16,11 @@ import pytest
 
 SKIPS = Path(__file__).parent / "skips.txt"
 EXPECTED, OTHER = pytest.StashKey(), pytest.StashKey()  # skips
-APART = ("tests/test_host_target.py",)  # minutes, and nothing that its tests share
+APART = ("tests/test_host_target.py",)  # its tests take minutes and share no fixtures
 
 
 def pytest_configure(config):
-    """A wrong option is an error before the first test."""
+    """Checks the options before the first test."""
     if share := config.getoption("share"):
         share_of([], share)
     if column := config.getoption("skips"):
@@ -67,7 +67,7 @@ def pytest_xdist_make_scheduler(config, log):
             file = super()._split_scope(nodeid)
             return nodeid if file in APART else file
 
-    config.option.loadscopereorder = False  # by the number of tests, which is not their time
+    config.option.loadscopereorder = False  # it sorts by the number of tests, which is not their duration
     return Scheduler(config, log)
 
 
@@ -93,8 +93,8 @@ def other_skips(found, expected):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session):
-    """A run with other skips than the column's fails, and a share with more. Workers report to the process that called
-    them."""
+    """Fails a run whose skips differ from the column, or a share with more skips. Workers skip the check: the main
+    process receives their reports."""
     config = session.config
     expected = config.stash.get(EXPECTED, None)
     if expected is None or hasattr(config, "workerinput"):

@@ -1,5 +1,5 @@
-"""What test_sharded_vocabulary.py runs in each process, in worlds of two processes and of more; ``world.run`` is the op
-with a sharded vocabulary, of all classes' arguments."""
+"""Cases of test_sharded_vocabulary.py: the fused loss with a vocabulary that is sharded over two or three processes.
+``world.run`` takes the arguments of all classes and calls the op with this process's shard."""
 
 import itertools
 from functools import partial
@@ -38,7 +38,7 @@ def weights(vocab, dtype=torch.float32):
 
 @case
 def every_dtype_and_reduction(world):
-    """All logits at once, and in chunks; the vocabulary is odd, a shard is not larger than 64 classes."""
+    """All logits at once, and chunks; an odd vocabulary with shards of at most 64 classes."""
     for dtype in dtypes_of(torch.device("cpu")):
         for reduction in ("mean", "sum", "none"):
             for memory in (ONE_CHUNK, CHUNKS):
@@ -150,7 +150,7 @@ def frozen(world):
 
 @case
 def ignored_rows_have_no_gradient(world):
-    """Not even where the loss's gradient is no number."""
+    """Not even if the upstream gradient of the ignored rows is NaN."""
     made = head(vocab=51)
     for memory in (ONE_CHUNK, CHUNKS):
         losses = world.run(**made, reduction="none", memory=memory)
@@ -170,7 +170,7 @@ def without_gradients(world):
 
 @case
 def first_of_equal_logits(world):
-    """In all shards from the first on; NaN, the largest of all, too."""
+    """The predicted token is the first of equal logits over all shards; NaN counts as the largest."""
     for first, value in itertools.product((2, 30, 50), (2.0, float("inf"), float("nan"))):
         weight = torch.ones(51, 4)
         weight[first:] = value
@@ -196,7 +196,7 @@ def values_that_are_no_numbers(world):
 
 @case
 def bad_targets(world):
-    """In the first chunk and in the last, whatever the shard; nobody waits for the others."""
+    """A bad target in the first or the last chunk raises in every process, so that none waits for the others."""
     for row in (0, ROWS - 1):
         for sizes in (None, [51] + [0] * (world.size - 1)):
             for target in (51, -1):
@@ -209,7 +209,8 @@ def bad_targets(world):
 
 @case
 def data_that_differs(world):
-    """Data parallelism is no tensor parallelism: FSDP2's weights are DTensors, too."""
+    """Different targets, as under data parallelism, raise an error: the DTensors of FSDP2 look like those of tensor
+    parallelism."""
     made = head(vocab=51)
     made["target"][0] = world.rank
     raises(ValueError, "target is not the same in all processes", world.run, **made)
@@ -241,7 +242,7 @@ def second_backward(world):
 
 @case
 def compiled(world):
-    """Between two graphs: the same bits."""
+    """The op runs between two graphs, with the same bits as in eager mode."""
     made = head(vocab=51)
     weight = made["weight"].detach().split(world.sizes(51))[world.rank].clone().requires_grad_()
 
@@ -267,8 +268,8 @@ def checkpointed(world):
 
 @case
 def collectives(world):
-    """One gather in the forward, one sum in the backward, in however many chunks; the sizes of a weight's shards once.
-    The sum has the size of x, what is gathered a few numbers for each row."""
+    """The forward runs one all_gather of a few numbers per row, the backward one all_reduce of the size of x, for any
+    number of chunks. The sizes of a weight's shards are gathered once."""
     calls, original = [], (dist.all_gather, dist.all_reduce)
 
     def counted(f, sent):
@@ -304,7 +305,7 @@ def collectives(world):
 
 @case
 def levels_of_memory(world):
-    """Logits that fit are kept: three matmuls of the shard, else four."""
+    """Three matmuls of the shard if the logits are stored, and four if the backward recomputes them."""
     made = head(vocab=51)
     classes, (rows, hidden) = world.sizes(51)[world.rank], made["x"].shape
     for memory, matmuls in (("fast", 3), ("auto", 3), ("low", 3), ("min", 3), (ONE_CHUNK, 3), (CHUNKS, 4)):
@@ -316,7 +317,7 @@ def levels_of_memory(world):
 
 @case
 def ops_of_a_shard(world):
-    """opcheck of each, and what they and their fake implementations refuse."""
+    """opcheck of each op; and the op and its fake implementation reject the same arguments."""
     for options in ({}, {**OPTIONS, "ce_weight": weights(51), "memory": CHUNKS, "reduction": "none"}):
         made = head(rows=130 if options else 5, hidden=4, vocab=51, bias=True)
         with RecordCalls() as record:
@@ -334,7 +335,7 @@ def ops_of_a_shard(world):
 @case
 def dtensors(world):
     mesh = DeviceMesh.from_group(world.group, "cpu")
-    for vocab in (51, 2):  # with three shards the last one is empty
+    for vocab in (51, 2):  # the last of three shards is empty
         for dtype in (torch.float32, torch.bfloat16):
             made = head(vocab=vocab, dtype=dtype, bias=True)
             whole = {name: t.detach().clone().requires_grad_(t.requires_grad) for name, t in made.items()}

@@ -1,5 +1,5 @@
-"""Cases of sharded_cases.py: log-probabilities and entropy with a sharded vocabulary, beside float64 and beside the op
-without shards."""
+"""Cases of test_sharded_vocabulary.py: log-probabilities and entropy with a sharded vocabulary, against float64 and
+against the op without shards."""
 
 import itertools
 from functools import partial
@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from liger_ext import functional as F
 
-BOTH, WAYS = (True, True), ((True, True), (True, False), (False, True))  # gradients of log-probabilities, of entropy
+BOTH, WAYS = (True, True), ((True, True), (True, False), (False, True))  # gradients of (log-probabilities, entropy)
 
 
 def op_of(world, sizes=None):
@@ -39,7 +39,7 @@ def options_of_tokens():
 
 
 def step(op, made, **options):
-    """Every result, and the gradients of an upstream gradient of both signs."""
+    """Returns every result, and the gradients for upstream gradients of both signs."""
     found = op(**made, **options, **EVERYTHING)
     ups = [normal(*found.log_probs.shape, seed=seed).to(found.entropy.dtype) for seed in (5, 6)]
     return [*found, *torch.autograd.grad([found.log_probs, found.entropy], leaves(made), ups)]
@@ -79,7 +79,7 @@ def log_probs_of_logits_in_float32(world):
 
 @case
 def log_probs_as_without_shards(world):
-    """In float64, where only the order of sums differs."""
+    """Equals the op without shards in float64, up to the order of sums."""
     if host_target():
         return
     for options in options_of_tokens():
@@ -132,7 +132,7 @@ def log_probs_of_listed_rows(world):
 
 @case
 def ignored_tokens_have_no_gradient(world):
-    """Not even where the gradients of the results are no numbers."""
+    """Not even if the upstream gradients of the ignored tokens are NaN."""
     made = arguments(ROWS, 24, 51)
     for memory in (ONE_CHUNK, CHUNKS):
         found = op_of(world)(**made, entropy=True, memory=memory)
@@ -143,7 +143,8 @@ def ignored_tokens_have_no_gradient(world):
 
 @case
 def log_probs_again(world):
-    """A second backward, gradients of each result alone, a checkpoint's second forward, and hooks on what is saved."""
+    """A second backward, separate gradients of each result, recomputation in a checkpoint, and hooks on saved
+    tensors."""
     made, seen = arguments(ROWS, 24, 51), []
     for memory in (ONE_CHUNK, CHUNKS):
         found = op_of(world)(**made, entropy=True, memory=memory)
@@ -184,7 +185,8 @@ def log_probs_in_a_graph(world):
 
 @case
 def collectives_of_log_probs(world):
-    """One gather of 7 numbers of a row, or of 10 with moments, and one sum, whatever the gradient is of."""
+    """One all_gather of 7 numbers per row, 10 with moments for the entropy, and one all_reduce, for gradients of any
+    result."""
     calls, original = [], (dist.all_gather, dist.all_reduce)
 
     def counted(f, sent):
@@ -214,9 +216,9 @@ def collectives_of_log_probs(world):
 
 @case
 def matmuls_of_log_probs(world):
-    """There are three where the logits' gradient is stored. A gradient of the entropy overwrites the stored gradient,
-    which it reads as probabilities. It recomputes the logits where other code may read that gradient, and with a
-    softcap, whose derivative is a factor of it."""
+    """Three matmuls if the gradient of the logits is stored. The backward of the entropy reads probabilities from the
+    stored gradient and overwrites it. It recomputes the logits instead if other code may still read that gradient, or
+    with a softcap, whose derivative is a factor of it."""
     made = arguments(ROWS, 24, 51, bias=False)
     classes = world.sizes(51)[world.rank]
     for memory, entropy, softcap, again in itertools.product(
@@ -231,7 +233,7 @@ def matmuls_of_log_probs(world):
 
 @case
 def ops_of_a_shard_of_tokens(world):
-    """opcheck of each, and what they and their fake implementations refuse."""
+    """opcheck of each op; and the op and its fake implementation reject the same arguments."""
     for memory in (ONE_CHUNK, CHUNKS):
         made = arguments(130, 4, 51)
         softcap = None if memory is ONE_CHUNK else 5.0
@@ -254,7 +256,7 @@ def ops_of_a_shard_of_tokens(world):
 @case
 def log_probs_of_dtensors(world):
     mesh = DeviceMesh.from_group(world.group, "cpu")
-    for vocab in (51, 2):  # with three shards the last one is empty
+    for vocab in (51, 2):  # the last of three shards is empty
         made = arguments(ROWS, 24, vocab)
         options = {"temperature": temperatures(), "softcap": 4.0}
         placed = dict(made)

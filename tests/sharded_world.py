@@ -1,5 +1,5 @@
-"""The fused loss with a vocabulary that is sharded over the processes of a case, called as if it were not; and what
-declares such a case."""
+"""Declares cases of test_sharded_vocabulary.py (``case``), and calls an op with a sharded vocabulary on the arguments
+of all classes (``World.run``)."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from liger_ext import functional as F
 from liger_ext.testing import judge
 
 PROCESSES = 2, 3
-CASES = {}  # by name: how many processes, and what each calls
+CASES = {}  # {name: (number of processes, function that each process calls)}
 
 
 def case(f):
@@ -29,11 +29,11 @@ def raises(error, match, f, *args, **options):
 
 class World(processes.World):
     def sizes(self, vocab):
-        """Of shards: unequal."""
+        """Returns unequal sizes of the shards."""
         return [vocab // 2, vocab - vocab // 2] if self.size == 2 else [vocab - vocab // 2 - 1, 1, vocab // 2]
 
     def run(self, x, weight, target, bias=None, sizes=None, op=F.fused_linear_cross_entropy, **options):
-        """An op, of its full arguments, with their full gradients."""
+        """Calls an op with this process's shard of the full arguments, which receive full gradients."""
         sizes = self.sizes(weight.shape[0]) if sizes is None else sizes
         bias = None if bias is None else Part.apply(bias, self, sizes)
         weight = Part.apply(weight, self, sizes)
@@ -48,7 +48,7 @@ class World(processes.World):
 
 
 class Part(torch.autograd.Function):
-    """A process's rows; the backward joins the gradients."""
+    """The rows of this process's shard; the backward concatenates the gradients of all shards."""
 
     @staticmethod
     def forward(ctx, full, world, sizes):
@@ -61,7 +61,7 @@ class Part(torch.autograd.Function):
 
 
 class Same(torch.autograd.Function):
-    """Itself, whose gradient is the same everywhere."""
+    """The identity; the backward asserts that all processes have the same gradient."""
 
     @staticmethod
     def forward(ctx, x, world):

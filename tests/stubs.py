@@ -1,8 +1,8 @@
-"""Writes the type stubs of the modules whose names are made at run time, from these names and their signatures.
+"""Writes the type stubs of the modules whose names are created at run time, from these names and their signatures.
 
-`make stubs` runs it after a change of a public name or signature; tests/test_types.py compares what it makes with the
-files. The stubs also have what the sources do without: overloads of functions whose result depends on an argument, and
-the types of a module's call, which are those of its `forward`.
+Run `make stubs` after a change of a public name or signature; tests/test_types.py compares the generated text with the
+files. The stubs add two things to the sources: overloads of functions whose result type depends on an argument, and the
+types of a module's call, which are those of its `forward`.
 """
 
 import importlib
@@ -25,7 +25,7 @@ LOSS, ROTATED = "Tensor | CrossEntropyOutput", "tuple[Tensor, Tensor | None]"
 
 
 def overloads(signature: inspect.Signature, result: str) -> Iterator[tuple[inspect.Signature, str]]:
-    """A signature and its result; of a loss, and of `rope`, those for each type of the result."""
+    """Yields (signature, result type); for a loss and for `rope` one for each type of the result."""
     flags = [name for name in signature.parameters if name.startswith("return_")]
     if result == LOSS and flags:
         yield annotated(signature, dict.fromkeys(flags, "Literal[False]")), "Tensor"
@@ -38,7 +38,8 @@ def overloads(signature: inspect.Signature, result: str) -> Iterator[tuple[inspe
 
 
 def annotated(signature: inspect.Signature, annotations: dict[str, str]) -> inspect.Signature:
-    """With these annotations. A default that may not be of its new type is an ellipsis."""
+    """Replaces annotations of a signature. The defaults of these parameters become `...`, as they may not have the new
+    type."""
     parameters = []
     for name, p in signature.parameters.items():
         if name in annotations:
@@ -54,7 +55,7 @@ def of_function(name: str, function: Callable) -> str:
 
 
 def definition(name: str, signature: inspect.Signature, result: str) -> str:
-    """In lines of 120 characters: a line for each parameter would be too many lines."""
+    """Returns the stub of a function, wrapped to 120 characters instead of one parameter per line."""
     parts, by_name = [], False
     for p in signature.parameters.values():
         if p.kind is p.KEYWORD_ONLY and not by_name:
@@ -71,14 +72,14 @@ def definition(name: str, signature: inspect.Signature, result: str) -> str:
 
 
 def text_of(annotation: object) -> str:
-    """As the source has it, which imports names without their modules."""
+    """Returns an annotation as the source writes it: names without their modules."""
     if isinstance(annotation, str):
         return annotation
     return " | ".join(part.rpartition(".")[2] for part in inspect.formatannotation(annotation).split(" | "))
 
 
 def of_module(cls: type[nn.Module]) -> str:
-    """A subclass of the op's class, and of the other public ones that this is a subclass of."""
+    """Returns the stub of a module: a subclass of the class in `ops` and of its public base classes."""
     name, forward = cls.__name__, inspect.signature(cls.forward)
     bases = [f"_{name}", *(base.__name__ for base in cls.__bases__ if base.__name__ in modules.__all__)]
     methods, result = [], text_of(forward.return_annotation)
@@ -94,19 +95,19 @@ def of_module(cls: type[nn.Module]) -> str:
 
 
 def listed(space: ModuleType) -> str:
-    """Its `__all__`, which says what a star imports."""
+    """Returns the text of its `__all__`."""
     names = textwrap.fill(", ".join(f'"{name}"' for name in space.__all__), 115)
     return f"__all__ = [\n{textwrap.indent(names, '    ')},\n]\n"
 
 
 def origins() -> dict[str, str]:
-    """The module of each public name of an op."""
+    """Returns the module of each public name in `ops`."""
     files = [f"{ops.__name__}.{file.name}" for file in pkgutil.iter_modules(ops.__path__)]
     return {name: file for file in files for name in getattr(importlib.import_module(file), "__all__", ())}
 
 
 def of_functions(space: ModuleType) -> str:
-    """Of `functional` and `compat`."""
+    """Returns the stub of `functional` or `compat`."""
     files, imports, made = origins(), [], []
     for name in space.__all__:
         text = of_function(name, getattr(space, name)) if inspect.isfunction(getattr(space, name)) else ""
@@ -132,7 +133,7 @@ def of_modules() -> str:
 
 
 def of_models() -> str:
-    """Each family's function has its own arguments."""
+    """Returns the stub of `models`, where each family's function has its own arguments."""
     imports, made = [], []
     for name, file in models._MODULES.items():
         if file == "families":
@@ -150,7 +151,7 @@ def of_package() -> str:
 
 
 def stubs() -> dict[Path, str]:
-    """The text of each file, by its place."""
+    """Returns the text of each file by path."""
     return {
         PACKAGE / "__init__.pyi": of_package(),
         PACKAGE / "compat.pyi": of_functions(compat),

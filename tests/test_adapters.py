@@ -1,4 +1,5 @@
-"""Adapters of PEFT on patched models: the loss and every gradient are those of a stock model with the same adapters."""
+"""Tests of PEFT's adapters on patched models: loss and gradients equal those of a stock model with the same
+adapters."""
 
 import functools
 from collections.abc import Callable
@@ -33,7 +34,7 @@ orders = pytest.mark.parametrize("order", ["patch, adapt", "adapt, patch"])
 
 
 def adapt(model: nn.Module, kind: str, options: dict) -> nn.Module:
-    """The model with adapters, which do something from the start."""
+    """Adds adapters to the model and changes their weights, so that they influence the output."""
     config = getattr(peft, f"{kind}Config", None)
     if config is None:
         pytest.skip(f"this peft has no {kind}")
@@ -50,9 +51,9 @@ def stirred(model: nn.Module, std: float = 0.05) -> nn.Module:
 
 
 def both(order: str, change: Change, dtype=torch.float32, device="cpu", sizes=None, **options) -> list[nn.Module]:
-    """A stock model and a patched one, to which `change` was done before or after the patch.
+    """Returns a stock model and a patched one. `change` is applied to both, to the latter before or after the patch.
 
-    Nothing is copied: a copy loses the hooks of its parameters, and of some adapters there is none.
+    Each model is built anew, because a copy loses the hooks of its parameters and some adapters cannot be copied.
     """
     models = []
     for is_patched in (False, True):
@@ -70,7 +71,8 @@ def both(order: str, change: Change, dtype=torch.float32, device="cpu", sizes=No
 
 
 def assert_trains_as_stock(stock, model, batch, fused=True, **options):
-    """`fused`: the loss is made without logits. `options` are of the patched model's forward alone."""
+    """Asserts equal steps. `fused`: the patched model returns no logits. Only the patched model's forward takes
+    `options`."""
     torch.manual_seed(7)
     expected = step(stock, batch)
     torch.manual_seed(7)
@@ -79,7 +81,7 @@ def assert_trains_as_stock(stock, model, batch, fused=True, **options):
     assert any(result.any() for name, result in found.items() if name != "loss")
     try:
         reference = step(exact(stock), batch)
-    except RuntimeError as error:  # adapters that hold results cannot be copied
+    except RuntimeError as error:  # adapters that store results cannot be copied
         assert "deepcopy" in str(error)
         return assert_close(found, expected)
     assert_as_good(found, expected, reference)
@@ -124,7 +126,7 @@ TUNERS = {
 @pytest.mark.parametrize("kind, options", TUNERS.values(), ids=TUNERS)
 def test_tuners(device, kind, options, order):
     models = both(order, lambda m: adapt(m, kind, options), device=device)
-    holds_forward = (kind, order) == ("AdaptionPrompt", "adapt, patch")  # the method of the class that was there
+    holds_forward = (kind, order) == ("AdaptionPrompt", "adapt, patch")  # PEFT stores the unpatched forward
     assert_trains_as_stock(*models, batch_of(device), fused=not holds_forward)
 
 
@@ -134,7 +136,7 @@ IN_BF16 = ["LoRA", "DoRA", "LoRA, norms", "IA3", "prompt", "prefix", "norms"]
 @orders
 @pytest.mark.parametrize("name", IN_BF16)
 def test_tuners_in_bf16(device, name, order):
-    """Adapters are in fp32 then, as PEFT makes them; a second time all is in bf16."""
+    """bf16 models with adapters in fp32, as PEFT creates them, and with everything in bf16."""
     for whole in (False, True):
         models = both(order, lambda m: adapt(m, *TUNERS[name]), torch.bfloat16, device)
         if whole:
@@ -145,7 +147,7 @@ def test_tuners_in_bf16(device, name, order):
 @orders
 @pytest.mark.parametrize("memory", LEVELS)
 def test_lora_under_autocast(device, memory, order):
-    """Of 16-bit weights with fp32 adapters, as a Trainer in bf16 runs them."""
+    """16-bit weights with fp32 adapters under autocast, as a Trainer with bf16=True runs them."""
     options = dict(r=4, target_modules=ALL, use_rslora=True, lora_alpha=3)
     models = both(order, lambda m: adapt(m, "Lora", options), torch.bfloat16, device, memory=memory)
     with torch.autocast(device.type, torch.bfloat16):
@@ -173,7 +175,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_layer_that_users_have_changed(change):
-    """What else they have PEFT's layers do is done."""
+    """A user's changes of PEFT's layers stay in effect."""
 
     def changed(model):
         model = adapt(model, "Lora", dict(r=4, target_modules=ALL))
@@ -192,7 +194,7 @@ def test_a_layer_that_users_have_changed(change):
                 if "learned_scale" in dict(module.named_parameters(recurse=False)):
                     module.scaling["default"] = module.learned_scale
         found, expected = step(model, batch_of("cpu")), step(stock, batch_of("cpu"))
-        assert len(found) == len(expected) - 1  # the logits
+        assert len(found) == len(expected) - 1  # only the logits are absent
         assert_close(found, expected)
 
 
@@ -213,7 +215,8 @@ def test_a_forward_that_users_have_wrapped(monkeypatch):
 
 
 def test_how_large_a_loss_may_be_scaled_in_fp16(device):
-    """A small scaling of the adapter is multiplied before the sum over the rows, as in PEFT's layer."""
+    """A small scaling factor of the adapter is applied before the sum over the rows, as in PEFT's layer, so that loss
+    scales up to nearly the same size leave the gradients finite."""
     options = dict(r=64, lora_alpha=1, target_modules=["down_proj"])
     models = both("adapt, patch", lambda m: adapt(m, "Lora", options), torch.float16, device)
     batch, largest = batch_of(device, 8, 64), []
@@ -323,7 +326,7 @@ def test_adapters_of_transformers_itself(device, order):
 
 @orders
 def test_a_prompt_that_reads_logits(device, order):
-    """CPT makes a loss of its own, of logits that have to be asked for."""
+    """CPT computes its own loss from logits, so the forward requires `skip_logits=False`."""
     options = dict(cpt_token_ids=[1, 2, 3], cpt_tokens_type_mask=[1, 1, 1])
     stock, model = both(order, lambda m: adapt(m, "CPT", options), device=device)
     with pytest.raises(AttributeError, match="skip_logits=False"):

@@ -1,4 +1,4 @@
-"""Adapters of PEFT on heads and embeddings of patched models, and adapters that are merged, saved and loaded."""
+"""Tests of PEFT's adapters on heads and embeddings of patched models, and of merging, saving and loading adapters."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ OTHER_HEADS = {
     "VBLoRA": dict(r=2, num_vectors=16, vector_length=8, topk=2, target_modules=["lm_head", "q_proj"]),
     "OSF": dict(target_modules=["lm_head", "q_proj"]),
     "Lora": dict(r=4, target_modules=["lm_head", "q_proj"], alora_invocation_tokens=[INVOCATION]),
-    "Lily": dict(r=4, target_modules=["lm_head", "q_proj"]),  # the rows of a call have one mean
+    "Lily": dict(r=4, target_modules=["lm_head", "q_proj"]),  # averages over the rows of a call
 }
 
 
@@ -67,7 +67,7 @@ def test_other_tuners_of_heads(device, kind, options, memory):
 
 
 def test_a_head_with_a_weight_of_others(device):
-    """It trains what is no parameter of its own."""
+    """A head may train a weight that is a parameter of another module."""
 
     class Elsewhere(nn.Module):
         out_features = VOCAB
@@ -123,7 +123,7 @@ def test_saved_and_loaded(tmp_path, name, order):
     model = adapt(build(**sizes), kind, options).eval()
     apply_liger_kernel_to_llama(model=model)
     model.save_pretrained(tmp_path)
-    trains = name not in ("prompt", "prefix")  # PEFT trains no prompt that it has loaded
+    trains = name not in ("prompt", "prefix")  # PEFT does not train loaded prompts
     loaded = both(order, lambda m: peft.PeftModel.from_pretrained(m, tmp_path, is_trainable=trains), sizes=sizes)
     batch = batch_of("cpu")
     with torch.no_grad():

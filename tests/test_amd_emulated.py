@@ -1,5 +1,5 @@
-"""The ops of the HIP build on a device that is not there: every launch is one that the GPU would take, and, with an
-emulator, the code objects give the right results (tests/amd/run.py has the whole of that)."""
+"""Tests of the HIP build on a machine without an AMD GPU: every launch configuration is valid, and in an emulator the
+code objects compute right results for a few cases (tests/amd/run.py runs all)."""
 
 import os
 import subprocess
@@ -46,7 +46,7 @@ def test_lanes_read_each_others_registers(arch):
 @needs_build
 @pytest.mark.parametrize("arch", objects.BUILT)
 def test_every_launch_fits_the_device(arch):
-    """Threads, whole waves, shared memory and grid, for hundreds of shapes of every op."""
+    """Checks threads, whole waves, shared memory and grid of the launches of every kernel case."""
     done = script("launches.py", arch)
     assert done.returncode == 0 and " 0 wrong" in done.stdout, done.stdout + done.stderr
 

@@ -1,5 +1,5 @@
-"""What the compiler made of the kernels for AMD: limits that a launch would hit, registers, kinds of access. From a HIP
-build, which needs no AMD hardware: ``tests/compile_gpu.sh hip``."""
+"""Tests of the compiled kernels for AMD GPUs: launch limits, spilled registers, and kinds of memory access. They read a
+HIP build (``tests/compile_gpu.sh hip``), which needs no AMD hardware."""
 
 import dataclasses
 import re
@@ -11,9 +11,9 @@ import ops
 import pytest
 from amd import objects
 
-LANES = {"gfx90a": 64, "gfx942": 64, "gfx950": 64, "gfx1100": 32, "gfx1201": 32}  # of a wave
+LANES = {"gfx90a": 64, "gfx942": 64, "gfx950": 64, "gfx1100": 32, "gfx1201": 32}  # lanes of a wave
 
-# What each kernel reads or writes once and should not keep in the caches (Hint::stream in csrc/gpu).
+# Accesses ("load", "store") of each kernel that should bypass the caches (Hint::stream in csrc/gpu).
 STREAMS = {
     "StreamCopyKernel": {"load", "store"},
     "NormForwardRegisters": {"load", "store"},
@@ -47,7 +47,7 @@ STREAMS = {
     **ops.STREAMS,
 }
 
-# Kernels in which exchanges between lanes go through LDS on RDNA too: with masks that the compiler does not know.
+# Kernels that exchange values between lanes through LDS on RDNA, too, because their masks are run-time values.
 THROUGH_LDS = {"CountTargets", "SumLosses", "SumColumns", "GroupNormBackwardRegisters", "GroupNormBackwardSums"}
 
 pytestmark = [
@@ -58,7 +58,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module", params=objects.BUILT)
 def kernels(request):
-    """All kernels of an architecture."""
+    """Returns all kernels of an architecture."""
     found = [kernel for image in objects.images(request.param) for kernel in objects.kernels_of_image(image)]
     assert len(found) > 100 and all(len(kernel.instructions) > 10 for kernel in found)
     for kernel in found:
@@ -77,12 +77,12 @@ def test_every_kernel_of_the_table_is_there(kernels):
     assert {instances.key_of(kernel.name) for kernel in kernels} == instances.table(ahead=False).keys()
 
 
-# Each says what is wrong with a kernel, or nothing.
+# Checks of one kernel: each returns a list of problems.
 
 
 def over_limits(kernel):
-    """32 warps of 64 lanes are 2,048 threads: `invalid argument`, on some GPUs only. Shared memory is asked for at the
-    launch (test_amd_emulated looks at each), so that there is none in the code object."""
+    """Blocks of more than 1,024 threads, for instance 32 waves of 64 lanes, fail with `invalid argument` on some GPUs.
+    Launches request shared memory dynamically (test_amd_emulated checks each), so the code object must contain none."""
     limits = {".max_flat_workgroup_size": 1024, ".group_segment_fixed_size": 0, ".kernarg_segment_size": 4096}
     return [f"{key} is {kernel.metadata[key]}" for key, limit in limits.items() if kernel.metadata[key] > limit]
 
@@ -93,8 +93,8 @@ def other_wave(kernel):
 
 
 def spilled(kernel):
-    """Or in scratch memory. But scalar ones where rows are unaligned, whose many predicates are scalar: they stay in
-    registers."""
+    """Spilled registers, or arrays in scratch memory. Kernels for unaligned rows may spill scalar registers, because
+    they have many scalar predicates; these spills go to vector registers."""
     keys = [".vgpr_spill_count", ".private_segment_fixed_size"]
     if not re.search(r"NormBackwardRegisters<\w+, 1,", kernel.name):
         keys.append(".sgpr_spill_count")
@@ -102,23 +102,25 @@ def spilled(kernel):
 
 
 def flat(kernel):
-    """Where the compiler cannot tell global from shared memory: slower, and they wait for shared memory too."""
+    """Flat accesses, for pointers that may be to global or shared memory: they are slower, and wait for shared memory,
+    too."""
     return [f"{count} flat accesses"] if (count := kernel.count("flat_")) else []
 
 
 def through_lds(kernel):
-    """The lanes of a wave of 32 read each other's registers; the halves of a wave of 64 do not."""
+    """Exchanges through LDS. Lanes of a wave of 32 read each other's registers directly; the halves of a wave of 64
+    cannot."""
     if LANES[kernel.arch] == 64 or kernel.name.partition("<")[0] in THROUGH_LDS:
         return []
     return [f"{count} exchanges through LDS"] if (count := kernel.count("ds_bpermute|ds_swizzle")) else []
 
 
 def unread(kernel):
-    """What the disassembler does not know could be anything."""
+    """Instructions that the disassembler does not decode, which the other checks could not see."""
     return [f"{count} unknown instructions"] if (count := kernel.count(r"\.long|<unknown")) else []
 
 
-# The bit that asks for no caching, in the assembler of each family.
+# The modifier of accesses that bypass the caches, in the assembler of each architecture.
 NON_TEMPORAL = {
     "gfx90a": r"\bslc\b",
     "gfx942": r"\bnt\b",
@@ -131,9 +133,9 @@ NON_TEMPORAL = {
 def other_streams(kernel):
     family, _, arguments = kernel.name.partition("<")
     if family not in STREAMS:
-        return ["is new: say in STREAMS what it reads or writes once"]
+        return ["is not in STREAMS: add the accesses that should bypass the caches"]
     found = {kind for kind in ("load", "store") if kernel.count(rf"global_{kind}_.*{NON_TEMPORAL[kernel.arch]}")}
-    if re.match(r"(bf16|f16), 1\b", arguments) and found <= STREAMS[family]:  # accesses of 2 bytes have no hint
+    if re.match(r"(bf16|f16), 1\b", arguments) and found <= STREAMS[family]:  # 2-byte accesses have no hint
         return []
     return [f"streams {found}"] if found != STREAMS[family] else []
 
@@ -162,7 +164,7 @@ INSTRUCTIONS = [
 
 
 def test_each_check_finds_what_it_is_for(kernels):
-    """In a copy of a kernel in which that alone is changed."""
+    """Each check reports a problem in a copy of a kernel that has only that problem."""
     kernel = next(k for k in kernels if k.name.startswith("NormForwardRegisters<bf16, 8"))
     for problems, key, value in METADATA:
         wrong = dataclasses.replace(kernel, metadata=kernel.metadata | {key: value})
@@ -177,7 +179,7 @@ def test_each_check_finds_what_it_is_for(kernels):
 
 
 def test_variables_that_the_host_asks_for():
-    """No kernel uses them, and a compiler leaves out what nothing uses."""
+    """Code objects contain the variables that the host looks up, although no kernel uses them."""
     for arch in objects.BUILT:
         variables = [item for image in objects.images(arch) for item in objects.variables_of(image).items()]
         betas = [value for name, value in variables if "device_beta" in name]
@@ -194,7 +196,7 @@ extern "C" __attribute__((amdgpu_kernel)) void bad(int** table, int n) {
 
 
 def test_the_reader_sees_what_the_checks_look_for(tmp_path):
-    """A kernel with an array in scratch memory and a pointer that may be to any kind of memory has both."""
+    """The reader of code objects finds scratch memory and flat accesses in a kernel that has both."""
     source, image = tmp_path / "bad.cpp", tmp_path / "bad.co"
     source.write_text(BAD_KERNEL)
     target = ["--target=amdgcn-amd-amdhsa", "-mcpu=gfx942", "-nogpulib", "-O2"]

@@ -1,8 +1,9 @@
-"""fp32 results are as near to float64 as PyTorch's own: at most 1.5 times its error, largest and root mean square.
+"""Tests that fp32 results are as near to float64 as PyTorch's: the largest and the root-mean-square error are at most
+1.5 times PyTorch's.
 
-The rule of liger_ext.rule adds a rounding and a floor; here is neither. The largest error of a gradient of 512 numbers
-is good or bad by chance, so up to three draws of such a case are judged together. tests/test_host_target.py has GPUs'
-sums of exponentials, of the host's own exponentials.
+Unlike liger_ext.rule, the bound here has no rounding and no floor. The largest error of a gradient of 512 numbers
+varies by chance, so up to three draws of a small case are judged together. tests/test_host_target.py tests the sums of
+exponentials of the GPU kernels, with the host's exponential function.
 """
 
 import ops
@@ -13,7 +14,7 @@ from cases import normal, random_targets
 from liger_ext.testing import OPS, _leaves, outputs_of
 
 FACTOR = 1.5
-ENOUGH, DRAWS = 1500, 3  # numbers to judge by, and draws to get them from
+ENOUGH, DRAWS = 1500, 3  # errors per result that suffice; draws at most
 
 
 def rows(seed: int, *shape: int, scale: float = 1.0, mean: float = 0.0) -> torch.Tensor:
@@ -48,7 +49,7 @@ def _cases():
 
 
 def results(function, inputs, dtype=None):
-    """Outputs and gradients by name, but for the single number of a loss, whose error is one draw."""
+    """Returns outputs and gradients by name, without scalars such as a loss: one error proves little."""
     leaves = _leaves(inputs, dtype)
     outputs = dict(outputs_of(function(**leaves), "loss" if "target" in inputs else "out"))
     wanted = {k: v for k, v in leaves.items() if isinstance(v, torch.Tensor) and v.requires_grad}
@@ -66,7 +67,8 @@ def placed(value, device):
 
 
 def redrawn(inputs, draw):
-    """Each tensor's rows moved by another number: other rows meet in products and sums. Draw 0 leaves them."""
+    """Rolls the rows of each tensor by another number, so that products and sums combine other rows. Draw 0 changes
+    nothing."""
     leaves = [name for name, t in inputs.items() if isinstance(t, torch.Tensor) and t.requires_grad and t.dim() > 1]
     steps = {name: draw * (2 * i + 1) for i, name in enumerate(leaves)}
     return inputs | {name: inputs[name].detach().roll(step, -2).requires_grad_() for name, step in steps.items()}

@@ -1,5 +1,5 @@
-"""Under autocast row ops keep the dtypes of their inputs; the fused loss runs its matmuls in the autocast dtype and
-gives fp32 weights fp32 gradients."""
+"""Tests of the ops under autocast: row ops keep the dtypes of their inputs; the fused loss runs its matmuls in the
+autocast dtype and returns fp32 gradients for fp32 weights."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_row_ops_are_as_without(device, example, dtype):
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
 def test_fused_loss(device, memory, compute, x_dtype):
-    """As close to float64 as PyTorch's autocast linear and loss; dweight is fp32 and not a rounded bfloat16 number."""
+    """The error is as small as that of PyTorch's linear and loss under autocast; dweight has fp32 precision."""
     x = normal(300, 32, dtype=x_dtype, device=device).requires_grad_()
     weight = normal(50, 32, device=device, seed=1, scale=0.5).requires_grad_()
     target = random_targets(300, 50, device=device)
@@ -64,7 +64,7 @@ def test_float64_is_left_alone():
 
 
 def test_a_backward_under_autocast_is_the_same(device):
-    """backward() inside the autocast region must not cast either."""
+    """backward() inside the autocast region must not cast."""
     x, weight = normal(300, 16, device=device).requires_grad_(), normal(9, 16, device=device).requires_grad_()
     loss = F.fused_linear_cross_entropy(x, weight, torch.arange(300, device=device) % 9)
     expected = torch.autograd.grad(loss, (x, weight), retain_graph=True)
@@ -74,7 +74,7 @@ def test_a_backward_under_autocast_is_the_same(device):
 
 
 def test_losses_without_autocast_arguments(device):
-    """torch.ops under autocast, without the public function: the op's own rule chooses the dtype."""
+    """The autocast rule of the registered op, without the public function, selects the dtype."""
     x, weight = normal(8, 16, device=device), normal(9, 16, device=device)
     target = torch.arange(8, device=device)
 

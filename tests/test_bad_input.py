@@ -1,5 +1,5 @@
-"""Bad input: an error of the right type that names the op, the argument and the value; the same words under fake
-tensors."""
+"""Tests of invalid arguments: the error has the right type and names the op, the argument and the value, with the same
+text under fake tensors."""
 
 import inspect
 import re
@@ -34,7 +34,7 @@ def test_the_error_names_argument_and_value(device, op, arguments, parts):
     assert kind is (TypeError if wrong_type else ValueError)
     for part in (f"{op}:", *parts[wrong_type:]):
         assert re.search(rf"(?<![\w.]){re.escape(part)}", text), f"no {part!r} in: {text}"
-    assert "/" not in text and ".cpp" not in text  # no file and line of ours
+    assert "/" not in text and ".cpp" not in text  # no source file and line
 
 
 @each_case
@@ -49,7 +49,7 @@ def test_fake_tensors_say_the_same(device, op, arguments, parts):
 @pytest.mark.cuda
 @pytest.mark.parametrize("example", ONE_OF_EACH, ids=lambda example: example.op)
 def test_tensors_on_two_devices(example):
-    """The second one is not where the others are."""
+    """The second tensor is on another device."""
     made = example.arguments("cuda", torch.float32)
     argument = [name for name, value in made.items() if isinstance(value, torch.Tensor)][1:2]
     if not argument:
@@ -101,7 +101,7 @@ def test_class_weights_have_no_gradient(device):
 
 
 def options_of(example, arguments):
-    """(op, name) of all that its schema has beside tensors and the public function takes."""
+    """Returns (op, name) of the non-tensor arguments that both the op's schema and the public function have."""
     with RecordCalls() as record:
         example(arguments)
     schema, public = record.calls[0][0]._schema, inspect.signature(getattr(F, example.op)).parameters
@@ -112,7 +112,8 @@ def options_of(example, arguments):
 @pytest.mark.parametrize("learned", ["option", "all"])
 @pytest.mark.parametrize("example", ONE_OF_EACH, ids=lambda example: example.op)
 def test_options_have_no_gradient(device, example, learned, autocast):
-    """The dispatcher takes a tensor of one element for a number, and its gradient would be lost."""
+    """A tensor that requires a gradient is rejected as an option: the dispatcher would convert it to a number and lose
+    the gradient."""
     made = example.arguments(device, torch.float32)
     if learned == "option":
         made = moved(made, torch.Tensor.detach)

@@ -1,4 +1,6 @@
-"""Each benchmark suite, on shapes so small that nothing is measured: what it prints, writes and draws."""
+"""Tests of the benchmark suites rows, flce, plans, log_probs, host and memory, on shapes too small for a measurement:
+the tables that they print, the files and plots that they write, providers that fail or are wrong, and the ratios in
+tables. The last tests compare predictions for the fused loss's plans on shapes of GPUs, without running them."""
 
 import functools
 import importlib
@@ -158,7 +160,8 @@ def test_the_share_of_the_floor_is_of_the_floor_timed_beside_it():
 
 
 def test_every_row_of_a_loss_is_timed():
-    """A row that its target takes out of the loss is not read: the share of a copy's speed would be too large."""
+    """No target of a timed row is ignored: kernels do not read ignored rows, so the reported bandwidth would be too
+    high."""
     inputs = [t for case in rows.cases(torch.float32, "cpu") for t in case.inputs() if isinstance(t, torch.Tensor)]
     labels = [t for t in inputs if t.dtype == torch.int64]
     assert labels and all(t.min() >= 0 for t in labels)
@@ -169,7 +172,7 @@ def test_every_row_of_a_loss_is_timed():
 
 @pytest.mark.parametrize("shape", plans.SHAPES_CPU, ids=str)
 def test_the_plan_that_is_predicted_is_the_one_that_runs(shape, monkeypatch):
-    """The op asks for the plan of the same call, and finds it by what is given as memory."""
+    """The benchmark predicts the plan that the op runs for the same call and the same `memory`."""
     op = importlib.import_module("liger_ext.ops._fused_loss")
     asked, plan = [], op.plan
     monkeypatch.setattr(op, "plan", lambda call, memory: asked.append((call, plan(call, memory))) or asked[-1][1])
@@ -183,7 +186,7 @@ def test_the_plan_that_is_predicted_is_the_one_that_runs(shape, monkeypatch):
 
 @pytest.mark.parametrize("shape", plans.SHAPES_CUDA, ids=str)
 def test_points_of_a_shape(shape, monkeypatch):
-    """All levels, and numbers of bytes that pick plans of their own."""
+    """The points of a shape are all levels, and numbers of bytes that select other plans."""
     assert shape.rows * shape.vocab * 2 < 17.2e9
     monkeypatch.setattr(plans, "device_of", lambda device: device_with(_C.profile("H100")))
     call = plans.call_of(shape, torch.bfloat16, torch.device("meta"))
@@ -196,7 +199,8 @@ def test_points_of_a_shape(shape, monkeypatch):
 
 
 def a_result(**points):
-    """Of points: predicted ms and MiB, measured ms and MiB; matmuls are predicted to take 10 ms, and take 20."""
+    """Returns a result with these points, each (predicted ms, predicted MiB, measured ms, measured MiB). The time of
+    the three matmuls is predicted as 10 ms and measured as 20 ms."""
     result = plans.Result("model", "1x2x3", False, 10, [])
     for name, (ms, mib, measured_ms, measured_mib) in points.items():
         result.plans[name], result.predicted_ms[name], result.predicted_mib[name] = "a plan", ms, mib

@@ -1,4 +1,4 @@
-"""`benchmarks families` and `benchmarks lora`: steps of each provider, and models that the patch knows as a whole."""
+"""Tests of the suites `benchmarks families` and `benchmarks lora`: steps of each provider, and fully patched models."""
 
 import json
 import warnings
@@ -42,7 +42,7 @@ def test_adapters_alone_train():
 
 @pytest.mark.parametrize("name", models.FAMILIES_CUDA)
 def test_every_model_is_patched_as_a_whole(name):
-    """Without weights: what is timed as ours is ours, and nothing in it is unknown, which would be a warning."""
+    """Every part of a benchmarked model is patched, on the meta device: unknown code would issue a warning."""
     config, *_ = models.FAMILIES_CUDA[name]
     model = models.build(config, torch.device("meta"), torch.bfloat16)
     with warnings.catch_warnings():

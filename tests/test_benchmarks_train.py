@@ -1,5 +1,5 @@
-"""Whole training steps, benchmarked: what is counted exactly, the search, and each option on models that train in
-milliseconds, in the processes that a real run has."""
+"""Tests of the benchmark of training steps: exact counts, the search for the longest context, and each option on models
+that train in milliseconds, in the same child processes as a real run."""
 
 import itertools
 import json
@@ -31,7 +31,7 @@ def run(tmp_path, *arguments, name="train"):
     return [json.loads(line) for line in lines], (tmp_path / f"{name}_cpu_fp32.md").read_text()
 
 
-# What the forward keeps ----------------------------------------------------------------------------------------------
+# Saved tensors of the forward ---------------------------------------------------------------------------------------
 
 
 def counted(provider, dtype=torch.float32, **changes):
@@ -48,14 +48,14 @@ def counted(provider, dtype=torch.float32, **changes):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_kept_bytes_by_kind(provider, dtype, tied):
-    """Each kind that every implementation keeps whole has the size that its tensors have; nothing large is unnamed."""
+    """Each kind that every implementation saves has the size of its tensors, and "other" is small."""
     layers = TINY["num_hidden_layers"]
     kinds = counted(provider, dtype, tie_word_embeddings=tied)
     hidden, mlp = (BATCH * SEQ * TINY[of] * dtype.itemsize for of in ("hidden_size", "intermediate_size"))
     stock = provider == "Hugging Face"
     assert list(kinds) == list(kept.KINDS)
     assert kinds["gate and up"] == 2 * layers * mlp
-    # Two heads of keys and of values, where four are of queries; older versions of transformers make four of the two.
+    # Keys and values have two heads each, queries four; older versions of transformers repeat the two heads to four.
     assert kinds["q, k, v"] in (layers * 2 * hidden, layers * 3 * hidden)
     if stock:
         assert kinds["act(gate)"] == kinds["h"] == layers * mlp
@@ -80,7 +80,7 @@ def test_memory_that_is_used_again_is_not_taken_for_what_was_there_before():
     del x
     others = [torch.randn(64, 64) for _ in range(4)]
     assert all(kept._storage(t) != first for t in others)
-    assert address  # where one of the others may well be
+    assert address  # which one of the others may reuse
 
 
 # Time ----------------------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def test_kinds_of_kernels(kernel, kind):
 def test_idle_time_is_the_sum_of_the_gaps():
     assert step_time.idle_time([]) == 0
     assert step_time.idle_time([(5, 6), (0, 1), (2, 4)]) == 2
-    assert step_time.idle_time([(0, 9), (1, 2), (10, 11)]) == 1  # the second runs beside the first
+    assert step_time.idle_time([(0, 9), (1, 2), (10, 11)]) == 1  # the second overlaps the first
 
 
 def test_time_of_a_trace():
@@ -156,15 +156,15 @@ def test_footprint():
     each, head = footprint.checkpointed_bytes_per_token(TINY, torch.bfloat16), TINY["vocab_size"] * 32
     assert each == 2 * (2 * 32 + 6 * 80)
     begins, ends = 2 * (3 * parameters + head), 8 * parameters
-    assert begins < ends  # a short sequence has its peak at the end
+    assert begins < ends  # the peak of a short sequence is at the end
     assert footprint.longest_context(TINY, torch.bfloat16, ends + 10 * 2 * 6 * 80) == 10
     assert footprint.longest_context(TINY, torch.bfloat16, begins + 10_000 * each) == 10_000
     assert footprint.longest_context(TINY, torch.bfloat16, begins - 1) == 0
 
 
 @pytest.mark.parametrize("guess", [0, 1, 7, 150, 199, 200, 201, 300, 10_000])
-@pytest.mark.parametrize("short", [0, 5])  # what the limit promises and the allocator cannot give
-@pytest.mark.parametrize("steeper", [0, 50, 300])  # from 40 on
+@pytest.mark.parametrize("short", [0, 5])  # units within the limit that the allocator cannot provide
+@pytest.mark.parametrize("steeper", [0, 50, 300])  # additional bytes per unit from 40 on
 def test_the_search_finds_the_largest(guess, short, steeper):
     limit, asked = 60_000 + 400 * 200 + 399, []
 
@@ -203,7 +203,7 @@ def test_training_steps(small, tmp_path, monkeypatch, capfd):
         assert len(record["losses"]) == 6 and record["step"]["median"] > 0
         parts = record["parts_mib"]
         assert parts["parameters"] == parts["gradients"] == pytest.approx(weights)
-        assert parts["states"] == pytest.approx(2 * weights, rel=1e-3)  # and the number of steps
+        assert parts["states"] == pytest.approx(2 * weights, rel=1e-3)  # plus the step counters
         assert parts["kept"] == pytest.approx(sum(record["kept_mib"].values()))
         assert record["explained_mib"] >= parts["parameters"] + parts["states"] + parts["gradients"]
         assert record["time_ms"]["matmul"] > 0
@@ -215,12 +215,12 @@ def test_training_steps(small, tmp_path, monkeypatch, capfd):
     assert "passes" in table and "FAILS" not in table and table.count("| tiny a | liger_ext |") == 2
     pictures = {"train_cpu_fp32.png", "train_kept_cpu_fp32.png", "train_curves_cpu_fp32.png"}
     assert {p.name for p in tmp_path.glob("*.png")} == pictures
-    assert "tiny a, liger_ext, " in capfd.readouterr().err  # how far it is
+    assert "tiny a, liger_ext, " in capfd.readouterr().err  # progress
 
 
 @pytest.fixture
 def answered(monkeypatch):
-    """Instead of children: an error, or a result with these losses, to each request in turn."""
+    """Replaces child processes: each request receives the next answer, an error text or a result with these losses."""
 
     def use(*answers):
         result = dict(step=dict(median=1.0, low=1.0, high=1.0), peak=1, time={}, kept=None)
@@ -250,7 +250,7 @@ def test_a_provider_that_fails_does_not_end_the_run(small, tmp_path, answered):
     assert all(r["curve"] is None for r in records)
     assert table.count("fails: OutOfMemoryError: too large") == 2
     answered("all fail")
-    assert len(run(tmp_path, "--curves")[0]) == 2 * len(models.providers("cpu"))  # nothing to draw or compare with
+    assert len(run(tmp_path, "--curves")[0]) == 2 * len(models.providers("cpu"))  # without results to draw or compare
 
 
 @pytest.mark.slow
@@ -276,7 +276,7 @@ def test_a_child_that_dies_is_an_error_and_none_is_left(monkeypatch, capfd):
 
 @pytest.mark.slow
 def test_the_longest_context(tmp_path, monkeypatch, capfd):
-    wide = TINY | {"intermediate_size": 8192, "num_hidden_layers": 1}  # much memory and little time for each token
+    wide = TINY | {"intermediate_size": 8192, "num_hidden_layers": 1}  # much memory and little time per token
     monkeypatch.setattr(context, "CONTEXT_CPU", {"wide": wide, "not asked for": TINY})
     monkeypatch.setattr(context, "UNIT_CPU", 64)
     (record,), table = run(tmp_path, "--context", "--limit-gib", "0.3", "--providers", "liger_ext", name="context")
@@ -290,7 +290,7 @@ def test_the_longest_context(tmp_path, monkeypatch, capfd):
 
 
 def test_a_provider_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(SystemExit, match="no provider Lyger here; there are: Hugging Face, liger_ext"):
+    with pytest.raises(SystemExit, match="unknown provider Lyger; expected one of Hugging Face, liger_ext"):
         run(tmp_path, "--providers", "Lyger")
 
 

@@ -1,4 +1,4 @@
-"""The suite of TRL's training steps, with a model so small that nothing is measured."""
+"""Tests of the benchmark of TRL's training steps, with a model too small for a measurement."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""The bound of every platform: stated for every result, kept by right implementations, and not by wrong ones."""
+"""Tests of the error bound that holds on every platform: every result has one, right implementations keep it, and wrong
+ones exceed it."""
 
 import pytest
 import torch
@@ -21,15 +22,16 @@ def test_every_result_has_a_bound_and_keeps_it():
         for m in compare(op, arguments):
             assert 0 <= m.share <= 1, m
             seen.add((op, m.what))
-            # Of one rounding in 16 bits, the worst of many elements is nearly half an ulp.
+            # With a single rounding to 16 bits the largest error of many elements is nearly half an ulp.
             stored_before = OPS[op].native and m.what != "out"
             assert m.share > 0.5 or m.dtype.itemsize > 2 or stored_before, m
     stated = {(op, what) for op, results in bounds.ROUNDINGS.items() for what in results}
     assert seen <= stated and {op for op, _ in stated} == OPS.keys()
 
 
-# In fp32 a unit in the last place is within the arithmetic's roundings. In bfloat16 twice the eps moves no row by more
-# than a rounding: test_rule's statistics find it.
+# The bound cannot detect two kinds of error: in fp32 a unit in the last place, which is within the arithmetic's
+# roundings; in bfloat16 a doubled eps, which changes no row by more than a rounding (the statistics of test_rule detect
+# it).
 ALGORITHMIC = [name for name, change in WRONG.items() if not {"shift", "bits"} & change.keys()]
 CASES = [(torch.float32, name) for name in ALGORITHMIC] + [(BF16, name) for name in WRONG if name != "another eps"]
 
@@ -64,7 +66,7 @@ def test_a_wrong_fused_loss_is_outside(dtype):
 
 @pytest.mark.parametrize("name", ["swiglu", "geglu", "rope", "softmax"])
 def test_one_wrong_element_is_outside(name):
-    """In fp32 one part in 10^4, at one place."""
+    """A relative error of 10^-4 in one fp32 element exceeds the bound."""
     arguments = next(arguments for op, arguments in examples("cpu", (torch.float32,)) if op == name)
 
     def wrong(**kwargs):
@@ -98,7 +100,7 @@ def test_a_result_without_a_bound_is_an_error(op, what):
 
 @pytest.mark.parametrize("op", ["add_rms_norm", "swiglu", "cross_entropy"])
 def test_expected_judges_results_of_any_platform(op):
-    """As an emulator is judged: inputs and gradients go in, and only results come back."""
+    """`expected` judges results of any platform, such as an emulator, from the inputs and upstream gradients alone."""
     arguments = next(arguments for name, arguments in examples("cpu", (BF16,)) if name == op)
     outputs = outputs_of(OPS[op].run(**arguments), OPS[op].outputs[0])
     grads = {name: normal(*out.shape, dtype=out.dtype, seed=i) for i, (name, out) in enumerate(outputs.items())}

@@ -1,4 +1,5 @@
-"""A module's own call is obeyed: fused code does a module's work only where calling it would run its known forward."""
+"""Tests that a changed call of a module stays in effect: fused code replaces a module only if a call of the module
+would run its known forward and nothing else."""
 
 import contextlib
 import copy
@@ -23,11 +24,11 @@ SMALL = dict(
 )
 
 
-calls: list[None] = []  # grows with each call of what a test has put somewhere
+calls: list[None] = []  # grows with each call of a function that a test has inserted
 
 
 def halved(result):
-    """What a changed module returns in the place of `result`."""
+    """Returns the output of a changed module instead of `result`."""
     if isinstance(result, tuple):
         return tuple(map(halved, result))
     return 0.5 * result if isinstance(result, torch.Tensor) and result.is_floating_point() else result
@@ -135,13 +136,13 @@ LORAS = (
     ),
     "mlp.down_proj",
 )
-# Each expert is an MLP before transformers 5.
+# Before transformers 5 each expert is an MLP.
 EXPERTS = (
     ("mlp", "mlp.gate", "mlp.experts", "mlp.experts.act_fn")
     if TRANSFORMERS >= (5, 0)
     else tuple(f"block_sparse_moe{part}" for part in ("", ".gate", ".experts.0", ".experts.0.w1", ".experts.0.act_fn"))
 )
-MODELS = {  # and the modules of a layer that are changed
+MODELS = {  # {model: modules of a layer to change}
     "llama": (*LAYER, *MLP),
     "llama with LoRA": LORAS,
     "mixtral": (*LAYER[:2], *EXPERTS),
@@ -150,7 +151,7 @@ MODELS = {  # and the modules of a layer that are changed
 
 
 class Head(nn.Linear):
-    """Of one head alone: what is changed in its class is not changed in all linear layers."""
+    """The class of the head alone, so that a change of it does not affect other linear layers."""
 
 
 @functools.cache
@@ -159,7 +160,7 @@ def build(name: str) -> nn.Module:
     family, _, option = family.partition(" of ")
     options = dict(hidden_act=option) if option == "gelu" else family_models.all_experts(family)
     if family == "mixtral":
-        # Where transformers (4.54 to 5.0) records what routers say, it leaves instances a forward of their own.
+        # transformers 4.54 to 5.0 records router logits by replacing the forward of instances.
         options["output_router_logits"] = False
     model = family_models.build(family, num_hidden_layers=1, **SMALL, **options)
     if option and option != "gelu":
@@ -213,7 +214,7 @@ def assert_obeyed(name: str, memory: str, module: str, way: Callable) -> None:
 def test_every_change(name, way):
     for i, module in enumerate(modules_of(name)):
         if way.startswith("a decorator") and "dropout" in module:
-            continue  # it returns its argument, with its gradient
+            continue  # dropout returns its argument, and with it the gradient
         memory = ("auto", "low", "fast")[(i + list(WAYS).index(way)) % 3]
         try:
             assert_obeyed(name, memory, module, WAYS[way])
@@ -221,7 +222,7 @@ def test_every_change(name, way):
             raise AssertionError(f"{module}, memory={memory}: {error}") from error
 
 
-METHODS = [  # that a forward calls
+METHODS = [  # methods that a forward calls
     ("gemma2", "layers.0.pre_feedforward_layernorm", "_norm"),
     ("gemma2", "layers.0.input_layernorm", "_norm"),
     ("gemma2", "model.norm", "_norm"),
@@ -240,7 +241,7 @@ OF = {
 
 @pytest.mark.parametrize(
     "name, module, method, of",
-    # An activation has its function by itself.
+    # An activation stores its function on the instance.
     [
         ("llama of gelu", "act_fn", "act", of_instance),
         *[("gemma2", "act_fn", "act", of_instance)] * hasattr(activations, "GELUTanh"),
@@ -257,7 +258,7 @@ def test_a_method(name, module, method, of):
 @pytest.mark.parametrize("memory", ["auto", "low"])
 @pytest.mark.parametrize("name, module, method", [m for m in METHODS if m[2] in ("_norm", "_apply_gate")])
 def test_a_method_of_a_subclass_that_is_patched(name, module, method, memory):
-    """A user's subclass of transformers' class, which inherits the forward, is not given ours."""
+    """A user's subclass that inherits transformers' forward but overrides one of its methods is not patched."""
     model = build(name)
     module = next(n for n, _ in model.named_modules() if n.endswith(module))
     with in_a_subclass(method, model.get_submodule(module)):
@@ -272,7 +273,7 @@ def test_a_method_of_a_subclass_that_is_patched(name, module, method, memory):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_all_modules_do(name):
-    """As tools that trace or count calls replace it."""
+    """A replaced nn.Module.__call__ stays in effect, as used by tools that trace or count calls."""
     call = nn.Module.__call__
 
     def counting(module, *args, **kwargs):
@@ -286,7 +287,7 @@ def test_what_all_modules_do(name):
 
 
 def test_what_was_replaced_and_is_put_back_is_fused_again():
-    """Recognition follows what a class has now."""
+    """Recognition reads the current attributes of a class, not those at the time of the patch."""
     model = patched("llama", "low")
     mlp = model.model.layers[0].mlp
     assert only_forward_runs(mlp)
@@ -306,7 +307,7 @@ def test_what_was_replaced_and_is_put_back_is_fused_again():
     ],
 )
 def test_in_a_graph(way, module):
-    """torch.compile makes one graph, of what the module then calls."""
+    """torch.compile traces the changed call into one graph."""
     module = f"model.layers.0.{module}"
     expected = changed_step(build("llama"), module, WAYS[way])
     compared = patched("llama", "auto")

@@ -1,5 +1,5 @@
-"""An op and its fake implementation are one promise: whichever argument is spoiled, both refuse it with the same error
-and the same words, or both take it, and the results have the same shapes, dtypes and strides."""
+"""Tests that an op and its fake implementation agree: for any spoiled argument both raise the same error with the same
+text, or both accept it and return the same shapes, dtypes and strides."""
 
 from collections.abc import Iterator
 
@@ -25,7 +25,7 @@ def spoiled_tensors(t: torch.Tensor) -> Iterator[torch.Tensor | None]:
 
 
 def spoiled(value: object, kind: str) -> Iterator[object]:
-    """Other values of an argument whose type in the schema is ``kind``."""
+    """Yields other values of an argument whose type in the schema is ``kind``."""
     if isinstance(value, torch.Tensor):
         yield from spoiled_tensors(value)
     elif kind == "Optional[Tensor]":
@@ -55,11 +55,11 @@ def differences(op, arguments) -> Iterator[str]:
         for value in spoiled(arguments[at], str(argument.type)):
             changed = [*arguments[:at], value, *arguments[at + 1 :]]
             if not any(isinstance(a, torch.Tensor) for a in changed):
-                continue  # which device it is of nobody knows
+                continue  # without a tensor the device is unknown
             try:
                 real = outcome(op, changed)
             except IndexError:
-                continue  # a target's value, which has no fake
+                continue  # a target's value, which a fake tensor lacks
             with FakeTensorMode(allow_non_fake_inputs=True) as mode:
                 fake = outcome(op, [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in changed])
             if real != fake:

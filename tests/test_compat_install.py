@@ -1,4 +1,4 @@
-"""`liger_ext.compat.install()`: the name liger_kernel, for libraries that look for it."""
+"""Tests of `liger_ext.compat.install()`, which provides the module name liger_kernel to libraries that import it."""
 
 import importlib.util
 import sys
@@ -41,12 +41,12 @@ def test_handles_of_two(installed):
 
 
 def test_trainer(installed, tmp_path, monkeypatch):
-    """The same steps as with a model that is patched by hand, and as with one that is not."""
+    """A Trainer with use_liger_kernel takes the same steps as with a manually patched and with a stock model."""
     accelerate = pytest.importorskip("accelerate")
     from transformers import Trainer, TrainingArguments
 
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # it outlives a Trainer, with its autocast
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # the state outlives a Trainer
 
     rows = [{name: t[0] for name, t in batch_of("cpu", rows=1, seq=12).items()} for _ in range(8)]
 
@@ -91,7 +91,7 @@ def test_the_real_package_keeps_its_name(tmp_path):
 
 
 def test_what_has_looked_before(monkeypatch):
-    """TRL 0.24 keeps whether there is a package, and its version."""
+    """install() also updates TRL 0.24, which stores at import whether the package exists, and its version."""
     looked = types.ModuleType("trl.import_utils")
     looked._liger_kernel_available, looked._liger_kernel_version = False, "N/A"
     monkeypatch.setitem(sys.modules, looked.__name__, looked)

@@ -1,5 +1,5 @@
-"""torch.compile(fullgraph=True) with dynamic shapes: forward and backward equal eager, with one compilation for
-many shapes."""
+"""Tests of torch.compile(fullgraph=True) with dynamic shapes: forward and backward equal eager mode, with one
+compilation for many shapes."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from liger_ext import functional as F
 
 
 def resized(arguments, rows):
-    """The same arguments with another number of rows (or positions)."""
+    """Returns the arguments with another number of rows (or positions)."""
     made = {}
     for key, value in arguments.items():
         if not isinstance(value, torch.Tensor) or key in ("weight", "bias"):
@@ -41,12 +41,12 @@ def test_compiled_equals_eager(device, example, sizes):
         for eager, ours in zip(*runs, strict=True):
             torch.testing.assert_close(ours, eager, rtol=1e-6, atol=1e-6)
         frames = frames or counter.frame_count
-    assert counter.frame_count == frames  # nothing more after the first shape
+    assert counter.frame_count == frames  # no compilation after the first shape
 
 
 def test_a_block_of_ops_in_one_graph(device):
-    """Norm, MLP and fused loss between aten ops; a second backward through the compiled graph gives the same
-    gradients."""
+    """Norm, MLP and fused loss compile together with aten ops; a second backward through the compiled graph returns the
+    same gradients."""
     torch._dynamo.reset()
     shapes = {"x": (40, 32), "norm": (32,), "gate": (48, 32), "down": (32, 48), "head": (101, 32)}
     made = {

@@ -1,4 +1,5 @@
-"""Rows whose target is ignored are left out of the fused loss's matmuls: the results are the same."""
+"""Tests of `count_rows`: the fused loss excludes rows with an ignored target from its matmuls, with the same
+results."""
 
 import contextlib
 import copy
@@ -47,7 +48,8 @@ def test_options_of_counted_rows(device, data, options):
 
 
 def test_the_matmuls_have_as_many_rows_as_count(device):
-    """Up to a sixteenth of all; those that fill it up are ignored ones."""
+    """The number of rows in the matmuls is that of the counting rows, rounded up to a sixteenth of all; ignored rows
+    fill it up."""
     made = head(1600, device=device, ignored=0)
     for kept, expected in ((0, 100), (1, 100), (100, 100), (101, 200), (850, 900), (1501, 1600), (1600, 1600)):
         target = made["target"].clone()
@@ -60,7 +62,7 @@ def test_the_matmuls_have_as_many_rows_as_count(device):
 
 
 def test_an_index(device):
-    """Of the caller's own; rows that it leaves out are ignored."""
+    """`rows` may be an index of the caller; rows outside of it are ignored."""
     made = head(device=device, ignored=0.2)
     index = torch.randperm(300, device=device)[:77]
     masked = torch.full_like(made["target"], -100)
@@ -82,7 +84,7 @@ def test_an_index(device):
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_no_rows(device, reduction):
-    """Results keep their shapes."""
+    """Without rows the results keep their shapes."""
     made = {**head(8, device=device), "reduction": reduction}
     none = torch.zeros(0, dtype=torch.int64, device=device)
     options = {"return_predicted_tokens": True, "return_token_accuracy": True, "return_z_loss": True}
@@ -95,7 +97,7 @@ def test_no_rows(device, reduction):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_rows_and_autocast(device, dtype):
-    """Also of another 16-bit dtype, with the backward inside."""
+    """`rows` works under autocast, also to the other 16-bit dtype, with the backward inside of the region."""
     made = head(64, dtype=dtype, device=device, ignored=0.5)
     for other in (torch.bfloat16, torch.float16):
         with torch.autocast(device.type, other):
@@ -115,7 +117,7 @@ def test_a_bad_target_is_named_where_it_is(device):
         for rows in (F.count_rows(target), torch.tensor([3, 20])):
             with pytest.raises(IndexError, match=r"target\[20\] is 50, expected a class in \[0, 50\)"):
                 F.fused_linear_cross_entropy(**made, rows=rows)
-    F.fused_linear_cross_entropy(**made, rows=torch.tensor([3], device=device))  # it is not listed
+    F.fused_linear_cross_entropy(**made, rows=torch.tensor([3], device=device))  # row 20 is not listed
 
 
 def test_transforms_are_refused_in_words(device):
@@ -155,7 +157,8 @@ def test_rows_that_do_not_fit(device):
 
 
 def assert_refused(device, leaves, loss):
-    """At once on a CPU. On a GPU nothing waits: loss and gradients are NaN, and the error comes later."""
+    """Asserts that the CPU raises immediately. The GPU does not wait: loss and gradients are NaN, and the error comes
+    later."""
     if device.type == "cpu":
         with pytest.raises(ValueError, match=r"rows leaves out row \d+, whose target is \d+ and not ignore_index"):
             loss()
@@ -183,14 +186,14 @@ def test_rows_of_other_targets(device, options):
 
 
 def test_targets_that_change_after_the_count(device):
-    """As long as every target that counts is at a listed row, the loss is right."""
+    """The loss is right as long as every counting target is at a listed row."""
     made = head(160, device=device, ignored=0)
     made["target"][32:] = -100
     counted = F.count_rows(made["target"])
     loss = functools.partial(F.fused_linear_cross_entropy, rows=counted, **made)
     made["target"][:16] = -100
     listed = counted.index().tolist()
-    made["target"][listed[-1]] = 5  # a row that fills the listed ones up
+    made["target"][listed[-1]] = 5  # an ignored row among the listed ones
     torch.testing.assert_close(loss(), F.fused_linear_cross_entropy(**made))
     made["target"][min(set(range(160)) - set(listed))] = 5
     assert_refused(device, (made["x"],), loss)
@@ -218,7 +221,7 @@ def test_rows_of_other_targets_are_found_without_waiting():
         F.check_errors()
 
 
-# At most so many rows ----------------------------------------------------------------------------------------------
+# max_rows -----------------------------------------------------------------------------------------------------------
 
 
 def with_max_rows(max_rows, **arguments):
@@ -228,7 +231,7 @@ def with_max_rows(max_rows, **arguments):
 
 @pytest.mark.parametrize("max_rows", [110, 150, 299, 300, 1000])
 def test_max_rows(device, max_rows):
-    """The loss takes this many rows, and waits for nothing."""
+    """The loss processes `max_rows` rows, without waiting for the count."""
     made = head(300, device=device, bias=True, ignored=0.7)
     assert (made["target"] != -100).sum() <= 110
     judge("fused_linear_cross_entropy", made, run=functools.partial(with_max_rows, max_rows))
@@ -251,7 +254,7 @@ def test_more_rows_than_max_rows(device):
 
 
 def rows_in_a_graph(run):
-    """Of the fused loss's ops, as the profiler sees them."""
+    """Returns the number of rows of the fused loss's calls, from the profiler."""
     with torch.profiler.profile(record_shapes=True) as seen:
         run()
     name = "liger_ext::fused_linear_cross_entropy"
@@ -287,7 +290,7 @@ def test_max_rows_of_a_model(device, compiled):
     assert_as_good(found, step(stock, batch), step(copy.deepcopy(stock).double(), batch))
     ran = rows_in_a_graph(lambda: step(model, batch | {"max_rows": 120}, forward))
     assert ran == [120]
-    with torch.no_grad():  # where there are logits, it changes nothing
+    with torch.no_grad():  # max_rows has no effect with logits
         options = {"max_rows": 120, "skip_logits": False}
         assert torch.equal(model(**batch, **options).loss, model(**batch, skip_logits=False).loss)
 
@@ -296,7 +299,7 @@ def test_max_rows_of_a_model(device, compiled):
 
 
 def instruction(device, batch=4, seq=64, share=0.6, **options):
-    """Of each sequence only the end is learned."""
+    """Returns a batch with labels only at the end of each sequence."""
     made = batch_of(device, batch, seq)
     made["labels"] = made["input_ids"].clone()
     made["labels"][:, : int(share * seq)] = -100
@@ -308,7 +311,7 @@ def test_a_model_counts_its_labels(device, dtype):
     compare(build(device=device, dtype=dtype).train(), instruction(device))
     model = patched(build(device=device, dtype=dtype).train())
     ran = rows_of_the_op(lambda: step(model, instruction(device)))
-    assert ran == [112]  # of 256, of which 104 count
+    assert ran == [112]  # of 256 rows, 104 of which count
 
 
 def test_labels_that_count_nothing(device):
@@ -333,7 +336,7 @@ def test_shifted_labels_and_others(device):
 
 @pytest.mark.cuda
 def test_counting_does_not_wait():
-    """Only the loss does."""
+    """count_rows does not synchronise; only the loss does."""
     target = random_targets(4096, 50, device="cuda")
     F.count_rows(target)
     torch.cuda.set_sync_debug_mode("error")
@@ -346,7 +349,7 @@ def test_counting_does_not_wait():
 
 @pytest.mark.cuda
 def test_labels_that_are_still_on_their_way():
-    """Written on the current stream behind much other work."""
+    """count_rows reads labels that the current stream writes after much other work."""
     a = torch.randn(4096, 4096, device="cuda")
     for seed in range(5):
         target = torch.full((4096,), -100, device="cuda")

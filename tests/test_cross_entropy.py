@@ -1,4 +1,4 @@
-"""Cross entropy under the one rule: every option, and what is defined at the edges."""
+"""Tests of cross_entropy under liger_ext.rule: every option, and the defined results in edge cases."""
 
 import pytest
 import torch
@@ -63,7 +63,8 @@ def test_large_vocabularies(device, dtype, rows, vocab):
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_the_gradient_of_a_confident_target_keeps_its_digits(device, dtype):
-    """p - 1 next to 1: rounding p to 16 bits first would leave nothing."""
+    """The gradient p - 1 of a target with p near 1 stays exact; if p were rounded to 16 bits first, nothing would
+    remain."""
     logits = torch.zeros(4, 100, dtype=dtype, device=device)
     logits[:, 7] = 12.0
     target = torch.full((4,), 7, device=device)
@@ -139,7 +140,8 @@ def test_leading_dimensions_and_strided_targets(device):
 
 
 def test_logits_that_fit_target_in_two_ways(device):
-    """The error says how to pass each: as here, with classes last, and as in torch, with classes in dimension 1."""
+    """The error names both readings, classes last (as in liger_ext) and classes in dimension 1 (as in torch), and how
+    to pass each."""
     logits, target = normal(2, 5, 5, device=device), random_targets(10, 5, device=device, ignored=0).view(2, 5)
     for loss in (F.cross_entropy, liger_ext.liger_cross_entropy, liger_ext.LigerCrossEntropyLoss()):
         with pytest.raises(ValueError, match=r"classes are the last dimension, as here, or dimension 1, as in torch"):
@@ -165,7 +167,7 @@ def test_a_graph_makes_no_guard_of_logits_that_fit_in_two_ways(device):
 
 
 def test_targets_of_uint8(device):
-    """As in torch. No ignore_index that they cannot hold stands for another one."""
+    """uint8 targets work as in torch. An ignore_index outside of uint8 matches no target; it is not wrapped."""
     logits, target = normal(6, 200, device=device), torch.tensor([3, 156, 0, 255, 199, 255], device=device)
     weight = normal(200, 8, device=device)
     for ignore_index, rows in ((255, 6), (-100, 3)):
@@ -212,8 +214,8 @@ def test_target_out_of_range_on_a_cpu(op, value):
 @pytest.mark.parametrize("op", ["cross_entropy", "fused_linear_cross_entropy"])
 @pytest.mark.parametrize("value", [33, -1, 2**40, -(2**62)])
 def test_target_out_of_range_on_a_gpu(op, value):
-    """Nothing waits, no memory is touched out of bounds, and the error comes with the next call or with
-    check_errors()."""
+    """The GPU does not synchronise and accesses no memory out of bounds; the next call or check_errors() raises the
+    error."""
     target = torch.tensor([3, 4, value, 5], device="cuda")
     x = normal(4, 33 if op == "cross_entropy" else 8, device="cuda").requires_grad_()
     head = () if op == "cross_entropy" else (normal(33, 8, device="cuda"),)
@@ -228,12 +230,12 @@ def test_target_out_of_range_on_a_gpu(op, value):
         liger_ext.check_errors()
     for part in (op, "target[2]", str(value)):
         assert part in str(error.value)
-    liger_ext.check_errors()  # told once
+    liger_ext.check_errors()  # reported once
     call(target)
     torch.cuda.synchronize()
     with pytest.raises(IndexError, match=r"target\[2\]"):
         F.softmax(torch.zeros(1, device="cuda"))
-    assert call(target.clamp(0, 32)).isfinite().all()  # the context works on
+    assert call(target.clamp(0, 32)).isfinite().all()  # the CUDA context stays usable
 
 
 @pytest.mark.cuda

@@ -1,4 +1,4 @@
-"""What holds on a GPU only: nothing waits for the host, CUDA graphs, streams, several devices."""
+"""Tests that need a GPU: no synchronisation with the host, CUDA graphs, streams, several devices."""
 
 import pytest
 import torch
@@ -38,8 +38,9 @@ def test_no_synchronisation(example, dtype):
 @pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "layer_norm", "softmax", "swiglu", "cross_entropy"])
 @pytest.mark.parametrize("shape", [(8192, 256), (4096, 1024), (2048, 3072)])
 def test_a_hundred_times_the_same_bits(op, shape, dtype):
-    """Rows that lie in the L2 come sooner than others. Copies that overtook a kernel's reads of what was there before
-    gave a few wrong numbers in one of two calls, and in none where nothing was in the L2."""
+    """Repeated calls return the same bits. Asynchronous copies of rows in the L2 arrive early. Where they overwrote a
+    pipeline stage before the kernel had read its previous row, every other call had a few wrong numbers, and none with
+    a cold L2."""
     made = arguments_of(op, *shape, dtype, "cuda")
 
     def once():
@@ -54,7 +55,7 @@ def test_a_hundred_times_the_same_bits(op, shape, dtype):
 
 @each_example
 def test_capture_in_a_graph(example):
-    """A synchronisation or an allocation outside the pool would break the capture; the replay sees new inputs."""
+    """A synchronisation or an allocation outside of the pool would break the capture; the replay reads new inputs."""
     arguments, grads = prepared(example, torch.bfloat16)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -74,7 +75,7 @@ def test_capture_in_a_graph(example):
 
 
 def test_capture_of_the_first_call():
-    """Also the first call of a process may be captured, and its errors asked for after a replay."""
+    """The first call of a process may be captured, and check_errors() reports its errors after a replay."""
     import subprocess
     import sys
 
@@ -98,7 +99,7 @@ except IndexError as error:
 
 @pytest.mark.parametrize("example", ONE_OF_EACH, ids=[e.op for e in ONE_OF_EACH])
 def test_the_current_stream_is_used(example):
-    """Inputs become right late on a side stream: an op on another stream would have read the old ones."""
+    """The inputs are written late on a side stream: an op on another stream would read the old values."""
     arguments, grads = prepared(example, torch.float32)
     leaves = leaves_of(arguments)
     new = [t.detach().clone() for t in leaves]
@@ -130,7 +131,7 @@ def test_the_device_of_the_tensors_is_used(example):
 
 
 def test_out_of_memory_says_what_torch_says():
-    """Callers match this text to try again with less."""
+    """The error has torch's text, which callers match to retry with a smaller batch."""
     x = torch.zeros(1, 1, dtype=torch.bfloat16, device="cuda").expand(2**22, 2**20)
     with pytest.raises(RuntimeError, match=r"CUDA out of memory.*liger_ext::softmax tried to allocate \d+ MiB"):
         F.softmax(x)

@@ -1,5 +1,5 @@
-"""What nvcc, or clang and CUDA 12's assembler, made of the kernels: registers and local memory of every one that is
-built, and kinds of load. Needs nvcc or cuobjdump, no GPU."""
+"""Tests of the machine code that nvcc, or clang with CUDA 12's assembler, generates for the kernels: registers and
+local memory of every built kernel, and kinds of loads. They need nvcc or cuobjdump, but no GPU."""
 
 import os
 import re
@@ -19,13 +19,13 @@ LIBRARIES = {
     "make build": _load.library_folder() / "libliger_ext_cuda.so",
     "tests/compile_gpu.sh cuda": ROOT / "build/compile-cuda/lib/libliger_ext_cuda.so",
 }
-CUBINS = ROOT / "build/compile-cuda12"  # by tests/compile_cuda12.sh, in a folder for each architecture
+CUBINS = ROOT / "build/compile-cuda12"  # written by tests/compile_cuda12.sh, a folder for each architecture
 MAX_THREADS, REGISTERS = (
     0x05,
     0x2F,
-)  # attributes in a cubin: a block's most threads; a symbol's number and its registers
+)  # attributes in a cubin: maximum threads of a block; (symbol number, registers)
 TOOLKIT = os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin"
-PACKAGES = sysconfig.get_path("purelib") + "/nvidia/cu13/bin"  # of nvidia-cuda-cuobjdump
+PACKAGES = sysconfig.get_path("purelib") + "/nvidia/cu13/bin"  # the package nvidia-cuda-cuobjdump
 PATH = os.pathsep.join([TOOLKIT, os.environ["PATH"], PACKAGES])
 NVCC, CUOBJDUMP = shutil.which("nvcc", path=PATH), shutil.which("cuobjdump", path=PATH)
 needs_nvcc = pytest.mark.skipif(NVCC is None or shutil.which("c++filt") is None, reason="needs nvcc and c++filt")
@@ -34,8 +34,8 @@ needs_cuobjdump = pytest.mark.skipif(
     CUOBJDUMP is None or shutil.which("c++filt") is None, reason="needs cuobjdump and c++filt"
 )
 
-# Kernels whose output may be their input's memory: the fused loss's gradient in place of the logits, and dx times a
-# row's own factor.
+# Kernels that may write their output in place: the fused loss's gradient replaces the logits, and dx times a factor of
+# each row replaces dx.
 IN_PLACE = {
     "cross_entropy": ("Backward",),
     "cross_entropy_in_place": ("InPlace", "InPlaceHeld"),
@@ -45,13 +45,14 @@ IN_PLACE = {
 
 
 def demangled(text):
-    """liger::gpu::entry<liger::gpu::(anonymous namespace)::K<liger::gpu::bf16, 8>>(...) is called K<bf16, 8>."""
+    """Demangles and shortens: liger::gpu::entry<liger::gpu::(anonymous namespace)::K<liger::gpu::bf16, 8>>(...) becomes
+    K<bf16, 8>."""
     text = subprocess.run(["c++filt"], input=text, capture_output=True, text=True, check=True).stdout
     return text.replace("(anonymous namespace)::", "").replace("liger::gpu::", "")
 
 
 def loads_of_constants(source):
-    """{kernel: its loads by way of the cache for memory that nobody writes}."""
+    """Returns {kernel: its loads through the non-coherent cache (ld.global.nc)}."""
     flags = "-gencode arch=compute_90a,code=compute_90a -std=c++20 -O3 --expt-relaxed-constexpr -diag-suppress=20012"
     made = [NVCC, *flags.split(), "-DLIGER_BACKEND=gpu", "-Icsrc", "--ptx", f"csrc/gpu/{source}.cu", "-o", "-"]
     ptx = subprocess.run(made, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -66,19 +67,19 @@ def loads_of_constants(source):
 @needs_nvcc
 @pytest.mark.parametrize("source", IN_PLACE)
 def test_kernels_that_write_in_place_load_what_may_be_written(source):
-    """PTX forbids ld.global.nc for memory that is written while the kernel runs, even behind the load."""
+    """PTX forbids ld.global.nc for memory that the kernel writes, even if it writes after the load."""
     found = loads_of_constants(source)
     in_place = {kernel for kernel in found if kernel.partition("<")[0] in IN_PLACE[source]}
     assert {kernel.partition("<")[0] for kernel in in_place} == set(IN_PLACE[source])
     assert {kernel: found[kernel] for kernel in in_place if found[kernel]} == {}
-    if source == "elementwise":  # and the reader sees such loads where there are some
+    if source == "elementwise":  # the reader finds ld.global.nc in a kernel that has it
         assert all(loads for kernel, loads in found.items() if kernel.startswith("PartialColumns<float"))
 
 
 @pytest.mark.slow
 @needs_nvcc
 def test_dh_is_loaded_as_memory_that_is_written():
-    """By the kernels that write h over it: of dh, gate and up only gate and up are constants."""
+    """Kernels that overwrite dh with h load only gate and up with ld.global.nc."""
     found = loads_of_constants("glu")
     with_h = {kernel: loads for kernel, loads in found.items() if re.match("GluBackwardKernel<.*true>", kernel)}
     assert len(with_h) == 3 * 2 * 3  # dtypes, vectors, activations
@@ -89,7 +90,8 @@ def test_dh_is_loaded_as_memory_that_is_written():
 
 
 def resources(library=None):
-    """{architecture: {kernel: (registers, bytes of local memory)}} of a CUDA library; None: of the cubins."""
+    """Returns {architecture: {kernel: (registers, bytes of local memory)}} of a CUDA library, or of the cubins for
+    None."""
 
     def usage(file):
         return subprocess.run([CUOBJDUMP, "-res-usage", file], capture_output=True, text=True).stdout
@@ -107,9 +109,9 @@ def resources(library=None):
 
 
 def spilled(arch, registers, memory):
-    """A few values may lie in memory of blocks of 1,024 threads, each of which has 64 registers; of others two at most.
-    That holds where kernels have been made for the registers there are; elsewhere the compiler keeps up to 256
-    bytes."""
+    """Returns whether a kernel spills more than allowed. In blocks of 1,024 threads, with 64 registers each, a thread
+    may spill 128 bytes; in other blocks two values. These limits hold for the architectures for which kernels are
+    tuned; on the others a thread may spill 256 bytes."""
     if arch not in ("sm_80", "sm_90a"):
         return memory > 256
     return memory > (128 if registers == 64 else 8)
@@ -118,7 +120,8 @@ def spilled(arch, registers, memory):
 @needs_cuobjdump
 @pytest.mark.parametrize("built_by", LIBRARIES)
 def test_registers_are_enough(built_by):
-    """On any architecture that a library has; of those of CI, 8.0 with its rings of asynchronous copies among them."""
+    """Kernels do not spill on any architecture of a library. CI builds several, among them 8.0 with pipeline stages of
+    asynchronous copies."""
     if not LIBRARIES[built_by].exists():
         pytest.skip(f"no library of `{built_by}`")
     found = resources(LIBRARIES[built_by])
@@ -131,7 +134,8 @@ def test_registers_are_enough(built_by):
 
 
 def attributes(section, wanted):
-    """The values of an attribute in a cubin's section .nv.info. A record of form 4 is longer than its head."""
+    """Yields the values of an attribute in a cubin's section .nv.info. Only records of form 4 have data after the
+    header."""
     data, at = section.data(), 0
     while at < len(data):
         form, attribute, size = struct.unpack_from("<BBH", data, at)
@@ -141,7 +145,7 @@ def attributes(section, wanted):
 
 
 def launch_limits(cubin):
-    """{kernel: (registers, most threads of a block; None without a launch bound)}."""
+    """Returns {kernel: (registers, maximum threads of a block, or None without a launch bound)}."""
     with open(cubin, "rb") as file:
         elf, found = ELFFile(file), {}
         if section := elf.get_section_by_name(".nv.info"):
@@ -163,7 +167,8 @@ def test_every_source_compiles_with_cuda_12():
 @needs_cubins
 @needs_cuobjdump
 def test_local_memory_with_cuda_12():
-    """The kernels were made for nvcc's registers; of clang's, up to 280 bytes lie there (9.0a, a norm's backward)."""
+    """The kernels are tuned for nvcc's register allocation; with clang's a thread spills up to 280 bytes (a norm's
+    backward on 9.0a)."""
     found = resources()
     assert all(len(kernels) > 100 for kernels in found.values())
     assert {f"{name} on {arch}": m for arch, of in found.items() for name, (_, m) in of.items() if m > 288} == {}
@@ -171,7 +176,8 @@ def test_local_memory_with_cuda_12():
 
 @needs_cubins
 def test_the_largest_blocks_have_the_registers():
-    """A multiprocessor has 65,536; a thread gets eight at a time, and up to 255 without a launch bound."""
+    """The largest block of every kernel fits into the 65,536 registers of a multiprocessor. A thread receives registers
+    in units of eight, and up to 255 without a launch bound."""
     found = {f"{path.parent.name} {k}": of for path in CUBINS.rglob("*.cubin") for k, of in launch_limits(path).items()}
     assert len(found) > 600
     assert {k: of for k, of in found.items() if of[1] is None or -(-of[0] // 8) * 8 * of[1] > 65_536} == {}

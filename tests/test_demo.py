@@ -1,4 +1,4 @@
-"""The demo, whole, on a model that trains in seconds; and that it notices curves that do not agree."""
+"""Tests of the whole demo, on a model that trains in seconds, and of its comparison of loss curves."""
 
 import importlib.util
 import json
@@ -20,7 +20,7 @@ TINY = ["--model", "random:tiny", "--device", "cpu", "--steps", "9"]
 
 @pytest.fixture
 def no_memory_measurement(monkeypatch):
-    """Leaves out the part that starts processes."""
+    """Skips the measurement of memory, which starts processes."""
     monkeypatch.setattr(memory, "measure_apart", lambda *_: None)
 
 
@@ -31,7 +31,7 @@ def check_outputs(out: Path, printed: str) -> dict:
     numbers = json.loads((out / "demo.json").read_text())
     plain, patched = (numbers["losses"][name] for name in (training.UNPATCHED, training.PATCHED))
     assert len(plain) == len(patched) == 9
-    # The last step sees the first one's batch again, and training has lowered its loss: flat curves would agree too.
+    # The last step repeats the first step's batch, and its loss must be lower: flat curves would agree, too.
     assert plain[-1] < plain[0] - 0.01 and patched[-1] < patched[0] - 0.01
     return numbers
 
@@ -61,7 +61,7 @@ def test_command_prints_the_table_and_writes_picture_and_numbers(tmp_path):
 def test_bf16(tmp_path, capsys, no_memory_measurement):
     assert demo.main([*TINY, "--dtype", "bf16", "--out", str(tmp_path)]) == 0
     losses = check_outputs(tmp_path, capsys.readouterr().out)["losses"]
-    # The patched model computes with other kernels and rounds elsewhere: equal bits mean that nothing was patched.
+    # The patched model rounds differently: equal bits would mean that nothing was patched.
     assert losses[training.UNPATCHED] != losses[training.PATCHED]
 
 
@@ -75,12 +75,12 @@ def test_loss_memory_is_measured_and_smaller_with_the_patch(tmp_path):
         memory.measure_apart(name, config, plan)["loss"] for name in (training.UNPATCHED, training.PATCHED)
     )
     logits = 4 * 512 * 32768 * 4
-    assert plain > 1.9 * logits  # the logits and their gradient at least: the meter sees what must be there
+    assert plain > 1.9 * logits  # at least the logits and their gradient
     assert patched < 0.75 * plain
 
 
 def test_the_level_of_memory(monkeypatch):
-    """Is that of the model which trains, and of the one whose memory is measured."""
+    """The level applies to the model that trains, and to the one whose memory is measured."""
     config, build, _ = models.load("random:tiny")
     plan = models.make_plan(demo.parse([*TINY, "--memory", "low"]), config)
     requests = []
@@ -137,7 +137,7 @@ def test_requests_that_cannot_run_end_with_status_2(tmp_path, capsys, arguments,
 
 
 def test_runs_one_after_the_other_give_the_same_losses(tmp_path):
-    """Where memory does not hold two models the runs follow each other: same data, same order, same result."""
+    """If two models do not fit into memory, the runs follow each other, with the same data, order and losses."""
     args = demo.parse([*TINY, "--dtype", "fp32"])
     config, build, encode = models.load(args.model)
     plan = models.make_plan(args, config)
@@ -174,4 +174,4 @@ def test_the_pretrained_model(tmp_path, no_memory_measurement):
     for name in (training.UNPATCHED, training.PATCHED):
         assert (
             losses[name][0] < 5
-        )  # untrained it were log(49152) = 10.8: the weights and the tokenizer are the real ones
+        )  # an untrained model has log(49152) = 10.8, so this has the real weights and tokenizer

@@ -1,5 +1,5 @@
-"""What csrc/gpu/device.cu reads from a CUDA runtime, on a machine with GPUs of different kinds: tests/fake_cuda.cpp
-stands in for it. Needs nvcc, no GPU."""
+"""Tests of the device profiles that csrc/gpu/device.cu reads from the CUDA runtime. tests/fake_cuda.cpp replaces the
+runtime and simulates GPUs of several kinds. They need nvcc, but no GPU."""
 
 import ctypes
 import os
@@ -14,7 +14,7 @@ from liger_ext import _C
 ROOT = Path(__file__).parents[1]
 TOOLKIT = os.environ.get("CUDA_HOME", "/usr/local/cuda")
 NVCC = shutil.which("nvcc", path=os.pathsep.join([TOOLKIT + "/bin", os.environ["PATH"]]))
-AMPERE, HOPPER, WITHOUT_COUNTS, IN_TROUBLE, NO_CODE = range(5)  # fake_cuda.cpp's devices
+AMPERE, HOPPER, WITHOUT_COUNTS, IN_TROUBLE, NO_CODE = range(5)  # devices of fake_cuda.cpp
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
 
@@ -24,7 +24,7 @@ def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fake_cuda")
     flags = "-gencode arch=compute_90a,code=sm_90a -std=c++20 --expt-relaxed-constexpr -diag-suppress=20012 -O1"
     sources = ["csrc/gpu/device.cu", "tests/fake_cuda.cpp", "csrc/launch/knobs.cpp", "csrc/launch/profiles.cpp"]
-    # -Bsymbolic: another runtime in this process, torch's, is not called.
+    # -Bsymbolic: calls must not go to torch's CUDA runtime in this process.
     library = ["-shared", "-cudart=none", "-Xcompiler=-fPIC", "-Xlinker=-Bsymbolic"]
     command = [NVCC, *flags.split(), *library, "-DLIGER_BACKEND=gpu", "-Icsrc"]
     done = subprocess.run(
@@ -36,8 +36,8 @@ def built(tmp_path_factory):
 
 @pytest.fixture
 def runtime(built, tmp_path):
-    """A fresh copy, which has kept no profile yet."""
-    return ctypes.CDLL(str(shutil.copy(built, tmp_path)), mode=os.RTLD_LAZY)  # functions that nobody calls are missing
+    """Loads a new copy of the library, which has not cached a profile."""
+    return ctypes.CDLL(str(shutil.copy(built, tmp_path)), mode=os.RTLD_LAZY)  # uncalled functions are undefined
 
 
 def profile(runtime, device):
@@ -49,7 +49,7 @@ def profile(runtime, device):
 @pytest.mark.slow
 @pytest.mark.parametrize("current", [AMPERE, HOPPER])
 def test_each_device_is_asked_by_itself(runtime, current):
-    """Whichever is the current one, which it stays."""
+    """Each device is queried by its number; the current device does not change."""
     runtime.cudaSetDevice(current)
     ampere, hopper = profile(runtime, AMPERE), profile(runtime, HOPPER)
     assert (ampere.bulk_copies, ampere.async_copies, ampere.resident_clusters) == (False, True, [0] * 4)
@@ -68,12 +68,12 @@ def test_clusters_that_cannot_be_counted_are_not_used(runtime):
 
 
 def test_a_passing_error_is_not_kept(runtime):
-    """The call that meets it fails; the next one asks again."""
+    """A call during a temporary error fails; the next call queries again."""
     assert profile(runtime, IN_TROUBLE) is None and runtime.fake_last_error() == 0
     runtime.fake_recover()
     assert profile(runtime, IN_TROUBLE).resident_clusters == [120, 60, 30, 15]
 
 
 def test_without_code_there_is_a_profile(runtime):
-    """Its first launch says what is missing."""
+    """A device for which the library has no code has a profile; its first launch names what is missing."""
     assert profile(runtime, NO_CODE).resident_clusters == [0] * 4 and runtime.fake_last_error() == 0

@@ -1,5 +1,5 @@
-"""Patched Llamas in several processes, under FSDP2, FSDP1 and DDP. The cases are those of distributed_cases.py; all run
-in one start."""
+"""Tests of patched Llamas in several processes, under FSDP2, FSDP1 and DDP. All cases of distributed_cases.py run in
+one start of the processes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The Markdown pages: their links lead to tracked files, their lines are short, and they name what is public."""
+"""Tests of the Markdown pages: links lead to tracked files, lines are short, and the README names every public op."""
 
 import re
 import subprocess
@@ -10,19 +10,19 @@ from liger_ext import functional, modules
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-# They belong to ops, and are no ops.
+# Public names of `functional` that are not ops.
 HELPERS = {"CountedRows", "CrossEntropyOutput", "LogProbsOutput", "check_errors", "count_rows"}
 
 
 def anchors(page: Path) -> set[str]:
-    """What a code host makes of headings."""
+    """Returns the anchors that a code host generates for headings."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.fixture(scope="module")
 def tracked() -> set[Path]:
-    """The files and folders of the repository, without those that only this machine has."""
+    """Returns the tracked files and their folders."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     files = [ROOT / name for name in listed.split("\0")]
     return {*files, *(folder for file in files for folder in file.parents if ROOT in folder.parents)}

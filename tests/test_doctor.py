@@ -1,4 +1,4 @@
-"""What `python -m liger_ext` says, and what `python -m liger_ext doctor` finds."""
+"""Tests of the report of `python -m liger_ext`, and of the diagnosis of `python -m liger_ext doctor`."""
 
 import importlib.metadata
 import json
@@ -19,7 +19,7 @@ from liger_ext.ops._loss_plan import Call, Choice, Plan, choose
 
 @pytest.fixture
 def quick(monkeypatch):
-    """The self-test in one dtype."""
+    """Restricts the self-test to one dtype."""
     from liger_ext import testing
 
     every = testing.examples
@@ -71,7 +71,7 @@ def test_a_healthy_machine_is_ok(capsys):
 
 
 def test_as_a_command():
-    """As users start it: the exit status is the process's."""
+    """The command works in its own process."""
     assert "NormBackwardRegisters" in python("-m", "liger_ext", "doctor", "--profile", "mi300x")
 
 
@@ -145,7 +145,7 @@ def test_transformers_that_cannot_be_patched(quick, monkeypatch, capsys):
 
 
 def test_a_reader_that_leaves():
-    """As `| head` does: no traceback."""
+    """A closed pipe, as after `| head`, causes no traceback."""
     command = [sys.executable, "-m", "liger_ext", "doctor", "--profile", "h100"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()
@@ -164,7 +164,7 @@ def test_every_profile_can_be_shown(profile, capsys):
 
 
 def test_what_a_profile_says(monkeypatch, capsys):
-    """Of the build, too."""
+    """`doctor --profile` describes the device, and whether this build covers it."""
     library = _fit.BuildFacts("0.1.0", "2.11.0", "cuda", "CUDA 13.0.88", "9.0a 7.5+PTX")
     monkeypatch.setattr(_load, "gpu_facts", {"cuda": library})
     expected = {
@@ -184,7 +184,7 @@ def test_what_a_profile_says(monkeypatch, capsys):
 
 
 def test_levels_of_memory():
-    """A level below another never takes more memory; the call of SHAPE fits at each."""
+    """A lower level never allocates more memory, and the example's tokens fit at each level."""
     levels = list(_llama.tokens_at_each_level(_C.profile("A100"), 40 << 30).values())
     assert all(0 < found["bytes"] < 15 << 30 for found in levels)
     fast, auto, *_ = levels
@@ -208,7 +208,7 @@ def of_loss(capsys, *arguments):
 
 
 def test_levels_of_a_loss(capsys):
-    """What is printed is what the plans are, and the front has the levels' plans."""
+    """The printed values are those of the chosen plans, and the front contains the levels' plans."""
     arguments = "8192", "2304", "256000", "--profile", "h100"
     found = json.loads(of_loss(capsys, *arguments, "--json"))
     assert (found["device"], found["rates_measured"]) == ("H100", True)
@@ -258,7 +258,7 @@ def test_plans_in_words(plan, words):
 
 
 def test_a_loss_here_and_with_options(monkeypatch, capsys):
-    """Without a GPU the CPU's, else the first that can be used."""
+    """Without a GPU the estimate is for the CPU, else for the first usable GPU."""
     monkeypatch.setattr(_devices, "devices", list)
     assert "two server cores" in of_loss(capsys, "64", "32", "512")
     devices = [a_device("nothing", _C.profile("T4")), a_device("PTX", _C.profile("A100"))]
@@ -274,7 +274,7 @@ def test_a_loss_here_and_with_options(monkeypatch, capsys):
     assert mean[1:] == summed[1:]
     large = of_loss(capsys, "99999999", "9999999", "1000").splitlines()
     (least,) = (line.split() for line in large if "memory='min'" in line)
-    assert all(float(column.replace(",", "")) > 0 for column in least[1:4])  # a space between any two
+    assert all(float(column.replace(",", "")) > 0 for column in least[1:4])  # columns stay separated
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_options_of_a_loss_without_a_loss(capsys):
     assert stopped.value.code == 2 and "--loss ROWS HIDDEN VOCAB, which is missing" in capsys.readouterr().err
 
 
-# How many tokens the fused loss takes ---------------------------------------------------------------------------------
+# The most tokens of the fused loss ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("free", [1 << 20, 1 << 31, 1 << 33, 1 << 36, 3 << 36])
@@ -318,7 +318,7 @@ def test_most_tokens(free, memory):
 @pytest.mark.parametrize("memory", ["fast", "auto", "low", "min"])
 @pytest.mark.parametrize("tokens", [400, 1024, 4096])
 def test_bytes_of_the_fused_loss_are_what_it_takes(tokens, memory):
-    """At once, overlaid, and in chunks: the allocator's peak of a step."""
+    """The predicted bytes equal the allocator's peak of a step: with one chunk, overlaid, and in chunks."""
     hidden, vocab, dtype = 512, 32_000, torch.bfloat16
     call = Call.of(tokens, hidden, vocab, dtype, device_with(_devices.running_profile(0)))
 

@@ -1,5 +1,5 @@
-"""An error thrown in C++ arrives in Python with the type that csrc/kernels/errors.h names and with its text alone,
-whichever torch it is and however the op is called."""
+"""Tests that an error thrown in C++ reaches Python with the type that csrc/kernels/errors.h names and with its text
+alone, with any torch and any way to call the op."""
 
 import os
 import shutil
@@ -29,7 +29,7 @@ RAISED = [
 
 @pytest.fixture(scope="module")
 def raised(tmp_path_factory):
-    """An op that throws each of them."""
+    """Returns an op that throws each of the errors."""
     if COMPILER is None:
         pytest.skip("needs a C++ compiler")
     library = tmp_path_factory.mktemp("raised") / "raised.so"
@@ -43,7 +43,7 @@ def raised(tmp_path_factory):
 
 
 class InBackward(torch.autograd.Function):
-    """Identity, whose backward calls a function."""
+    """The identity, whose backward calls a function."""
 
     @staticmethod
     def forward(ctx, x, function):
@@ -82,7 +82,7 @@ def test_every_kind_of_error(raised, call, kind):
     assert error.type is expected and str(error.value) == text
 
 
-# One error of the arguments, which the fake implementation finds as well, and one that only the kernel sees.
+# Inputs for an error that the fake implementation detects, too, and for one that only the kernel detects.
 X, OUTSIDE = torch.ones(3, 8), torch.tensor([1, 2, 9])
 OURS = {
     "functional": lambda: F.rms_norm(X, torch.ones(7)),
@@ -129,7 +129,8 @@ except Exception as error:
 
 @pytest.mark.cuda
 def test_an_allocation_after_a_fault_of_a_kernel_names_the_fault():
-    """The device refuses everything then, memory too: that is no lack of memory, and a smaller batch would not help."""
+    """After a fault the device rejects every request, allocations included. The error must not claim a lack of memory,
+    because a smaller batch would not help."""
     path = os.pathsep.join(filter(None, sys.path))
     command = [sys.executable, "-c", AFTER_A_FAULT]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, check=False)

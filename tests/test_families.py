@@ -1,4 +1,5 @@
-"""Models of other families than Llama, against transformers' own: what is patched, and that results are the same."""
+"""Tests of the families other than Llama against stock transformers: which modules are patched, and that results are
+equal."""
 
 import copy
 import functools
@@ -46,13 +47,13 @@ from liger_ext.models.patching.forwards import text_of
 from liger_ext.models.patching.source import definition_in
 from liger_ext.models.recognise import normal_form
 
-# What of a family stays as it is, in the newest transformers: known code of which nothing can be fused.
+# Classes of a family that stay unpatched with the newest transformers: known code without anything to fuse.
 LEFT = {
     "bailing_hybrid": {"BailingHybridDeltaAttention"},
-    "apertus": {"ApertusMLP"},  # whose activation is not known
+    "apertus": {"ApertusMLP"},  # its activation is unknown
     "cohere2": {"Cohere2DecoderLayer"},
     "exaone4": {"Exaone4DecoderLayer"},
-    "glm_moe_dsa": {"LayerNorm"},  # torch's own
+    "glm_moe_dsa": {"LayerNorm"},  # torch's class
     "gpt_oss": {"GptOssMLP"},
     "jamba": {"JambaAttention"},
     "jetmoe": {"JetMoeParallelExperts"},
@@ -62,8 +63,8 @@ LEFT = {
     "olmo3": {"Olmo3DecoderLayer"},
     "olmo_hybrid": {"OlmoHybridAttentionDecoderLayer"},
 }
-RECURRENT = "falcon_h1", "qwen3_5_text", "qwen3_next"  # which compute in fp32 what should be their reference
-OF_NEWEST = "deepseek_v3", "llama4_text"  # older transformers' own do not take float64, or no mask
+RECURRENT = "falcon_h1", "qwen3_5_text", "qwen3_next"  # a float64 copy still computes in fp32, so it is no reference
+OF_NEWEST = "deepseek_v3", "llama4_text"  # older transformers reject float64, or calls without a mask
 PRESENT = [f for f in OPTIONS if f in CONFIG_MAPPING and (TRANSFORMERS >= (5, 17) or f not in OF_NEWEST)]
 newest = pytest.mark.skipif(TRANSFORMERS < (5, 17), reason="older transformers have other code")
 each = pytest.mark.parametrize("family", PRESENT)
@@ -84,7 +85,7 @@ ENDS = (
 @pytest.mark.parametrize("family", [*PRESENT, *LAYERS])
 @newest
 def test_what_is_patched(family):
-    """All of it, but for what is named here."""
+    """The patch replaces every class of a model except those in LEFT."""
     families._unknown.clear()
     model = build(family)
     classes = {type(m).__name__ for m in model.modules()}
@@ -99,7 +100,7 @@ def test_what_is_patched(family):
 
 
 @pytest.mark.parametrize("family", [*PRESENT, *LAYERS])
-@pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="the table is of the newest")
+@pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="the table describes the newest transformers")
 def test_what_the_documentation_says(family):
     assert family_table.row(family) in (Path(__file__).parent.parent / "docs/families.md").read_text().splitlines()
 
@@ -117,7 +118,7 @@ def test_equals_stock(device, family, mode, dtype):
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
         batch["attention_mask"][1, 7:] = 0
         batch["labels"][1, 7:] = -100
-    ours, reference = patched(model), copy.deepcopy(model).double()  # whose norms and loss stay in fp32
+    ours, reference = patched(model), copy.deepcopy(model).double()  # its norms and loss stay in fp32
     for m in (model, ours):
         set_experts(m, "grouped_mm")
     for m in (model, ours, reference):
@@ -125,16 +126,16 @@ def test_equals_stock(device, family, mode, dtype):
             checkpoint_layers(m, use_reentrant=False)
         m.train(mode != "eval")
     if family in RECURRENT and dtype is torch.float32:
-        # A last bit of a weight changes gradients of the decay (A_log, dt_bias) by up to 3e-4 of themselves.
+        # The gradients of the decay (A_log, dt_bias) amplify changes in the last bits of weights.
         neighbours = [step(perturbed(model, seed), batch) for seed in range(8)]
         assert_same(step(ours, batch), step(model, batch), neighbours)
     else:
         assert_as_good(step(ours, batch), step(model, batch), step(reference, batch))
 
 
-@pytest.mark.parametrize("family", [f for f in PRESENT if f not in ("cohere2", "nemotron")])  # have no RMSNorm
+@pytest.mark.parametrize("family", [f for f in PRESENT if f not in ("cohere2", "nemotron")])  # without RMSNorm
 def test_norms_in_another_dtype(device, family):
-    """fp32 weights of norms in a bf16 model: what dtype comes out differs between families."""
+    """With fp32 norm weights in a bf16 model, the output dtype of a norm differs between families."""
     model = build(family, device, torch.bfloat16)
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
@@ -149,7 +150,7 @@ def test_norms_in_another_dtype(device, family):
 @newest
 @pytest.mark.parametrize("family", ["cohere2", "falcon_h1", "gemma2", "gemma4_text", "granite", "qwen3"])
 def test_logits_beside_the_loss(device, family):
-    """What a family makes of its head's results, where the loss has options: with logits, and without."""
+    """A family's changes of its logits (softcap, factors) apply to the loss with options, with logits and without."""
     model = build(family, device)
     ours, batch, reference = patched(model), batch_of(device), copy.deepcopy(model).double()
     options = dict(label_smoothing=0.1, return_token_accuracy=True)
@@ -166,7 +167,7 @@ def test_logits_beside_the_loss(device, family):
     assert "logits" not in without
 
 
-@pytest.mark.skipif(TRANSFORMERS >= (5, 0), reason="experts are one module")
+@pytest.mark.skipif(TRANSFORMERS >= (5, 0), reason="transformers 5 has one module for all experts")
 def test_experts_that_are_modules():
     model = patched(build("mixtral"))
     ours = {type(m).__name__ for m in model.modules() if type(m).__module__.startswith("liger_ext")}
@@ -194,7 +195,7 @@ def test_the_experts_balance(device, family, given):
 @newest
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_a_class_of_the_users(device, family):
-    """One that is derived from the patch, as FSDP2 makes them."""
+    """A class derived from the patch, as FSDP2 creates them, works and its outputs can be pickled."""
     ours, batch = patched(build(family, device)), batch_of(device)
     expected = ours(**batch, output_router_logits=True)
     ours.__class__ = type("Derived", (type(ours),), {})
@@ -263,8 +264,8 @@ def test_a_wrong_entry_would_be_found(family, owner, name, value):
 @each
 def test_generates_the_same(device, family):
     model = build(family, device).eval()
-    model.config.output_router_logits = False  # with which older transformers' own do not generate
-    # In transformers 5.17 the gated norm of Falcon-H1 mixes the rows of a batch while it generates.
+    model.config.output_router_logits = False  # older transformers do not generate with them
+    # In transformers 5.17 the gated norm of Falcon-H1 mixes the rows of a batch during generation.
     ids = tokens(1 if family == "falcon_h1" and TRANSFORMERS < (5, 23) else 2, 9, device=device)
     options = dict(max_new_tokens=12, do_sample=False, eos_token_id=None)
     assert torch.equal(patched(model).generate(ids, **options), model.generate(ids, **options))
@@ -312,7 +313,7 @@ def test_models_that_are_built_later(family):
 
 
 COMPILED = ("gemma", "mistral", "qwen3", "gemma2", "glm4", "granite", "llama4_text", "olmo2", "phi3")
-COMPILED_FOR_ANY_SIZE = ("qwen3", "gemma2", "llama4_text", "phi3")  # which takes three times as long
+COMPILED_FOR_ANY_SIZE = ("qwen3", "gemma2", "llama4_text", "phi3")  # three times as slow to compile
 COMPILATIONS = [*((f, None) for f in COMPILED), *((f, True) for f in COMPILED_FOR_ANY_SIZE)]
 
 
@@ -324,16 +325,16 @@ def test_compiled(device, family, dynamic):
     windows = {} if family == "gemma2" else dict(use_sliding_window=False, sliding_window=None)
     if family == "phi3":
         windows["rope_scaling"] = None  # transformers' longrope does not compile
-    layers = 2 if family in ("gemma2", "llama4_text") else 1  # which have two kinds
+    layers = 2 if family in ("gemma2", "llama4_text") else 1  # two kinds of layers
     model = build(family, device, num_hidden_layers=layers, layer_types=None, **windows)
     ours, batch = patched(model), batch_of(device)
     compiled = torch.compile(lambda m, **b: m(**b), backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    with sdpa_kernel(SDPBackend.MATH):  # a graph chooses another attention than eager code, with errors of its own
+    with sdpa_kernel(SDPBackend.MATH):  # else graph and eager code select different attention kernels
         assert_as_good(step(ours, batch, compiled), step(model, batch), step(copy.deepcopy(model).double(), batch))
 
 
 class Callable:
-    """A forward that is an object, as decorators make of it."""
+    """A forward that is a callable object, as decorators return it."""
 
     def __init__(self, forward):
         self.forward = forward
@@ -348,7 +349,7 @@ class Callable:
 @pytest.mark.usefixtures("new_look")
 @pytest.mark.parametrize("kind", ["function", "object"])
 def test_code_that_is_not_known(device, kind, monkeypatch):
-    """A norm that somebody has changed stays, and does what it did."""
+    """A norm with changed code stays unpatched, with a warning."""
     model = build("qwen2", device)
     cls = type(model.model.norm)
 
@@ -367,7 +368,7 @@ def test_code_that_is_not_known(device, kind, monkeypatch):
     [(", **kwargs)\n\n", ")\n\n"), ("labels=labels", "labels=labels[:, 1:]"), ("outputs = self", "x = self")],
 )
 def test_heads_that_differ_a_little(old, new):
-    """A loss that is given less than ours reads, or something else."""
+    """The normal form of a head changes if its loss receives fewer or other arguments."""
 
     def form(source):
         found = normal_form.of_head(definition_in(source))
@@ -381,7 +382,7 @@ def test_heads_that_differ_a_little(old, new):
 
 @pytest.mark.usefixtures("new_look")
 def test_code_that_cannot_be_read(monkeypatch):
-    """Where only compiled code is installed, nothing is known, Llama's own classes neither."""
+    """Without source code no class is recognised, not even Llama's."""
 
     def getsource(function):
         raise OSError("source code not available")

@@ -1,6 +1,7 @@
-"""Every causal language model of transformers that builds small: what runs known code does what it did.
+"""Tests of every causal language model of transformers that builds in a small size: patched, it computes the same
+results.
 
-With LIGER_EXT_MODELS=full (`make test-models`) whichever build, if more do than are named here."""
+With LIGER_EXT_MODELS=full (`make test-models`) also models that are not in the list here."""
 
 import contextlib
 import copy
@@ -19,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from liger_ext import apply_liger_kernel_to_instance
 from liger_ext.models import families
 
-# Those of transformers 5.23 that build with the sizes below, and run code that is known.
+# The models of transformers 5.23 that build with the sizes below and run known code.
 _NAMES = """
     afmoe apertus arcee aria_text beam bitnet bloom cohere cohere2 cohere2_moe cpmant ctrl cwm deepseek_v4
     diffllama doge dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo flint gemma gemma2
@@ -60,14 +61,14 @@ def build(model_type: str) -> nn.Module:
     config = AutoConfig.for_model(model_type)
     for name, value in SIZES.items():
         if hasattr(config, name):
-            with contextlib.suppress(AttributeError):  # computed from others
+            with contextlib.suppress(AttributeError):  # a property computed from other values
                 setattr(config, name, value)
     if getattr(config, "layer_types", None):
         config.layer_types = (list(dict.fromkeys(config.layer_types)) * 2)[:2]
     with torch.device("meta"):
         size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     if size > 30_000_000:
-        raise ValueError("has sizes under other names")
+        raise ValueError("the configuration has sizes under other names")
     return randomised(AutoModelForCausalLM.from_config(config)).train()
 
 
@@ -79,13 +80,13 @@ def test_equals_stock(model_type):
     batch = dict(input_ids=ids, labels=ids)
 
     def run(model):
-        torch.manual_seed(1)  # some have dropout
+        torch.manual_seed(1)  # for dropout
         return step(model, batch)
 
     try:
         model = build(model_type)
         expected = run(model)
-    except Exception as error:  # transformers' own, of sizes that do not fit together
+    except Exception as error:  # raised by transformers: the sizes do not fit together
         if model_type in KNOWN:
             raise
         pytest.skip(f"not built, or not run: {error!r:.200}")

@@ -1,4 +1,4 @@
-"""Experts: the gated unit between transformers' grouped matmuls, in every implementation that calls it."""
+"""Tests of patched experts: the gated activation between transformers' grouped matmuls, in every implementation."""
 
 import copy
 import importlib
@@ -28,7 +28,7 @@ def experts_of(model):
 
 
 def run(experts, x, index, weights):
-    """The results of a forward and a backward."""
+    """Returns the results of a forward and a backward."""
     x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
     experts.zero_grad(set_to_none=True)
     out = experts(x, index, weights)
@@ -42,9 +42,9 @@ def run(experts, x, index, weights):
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize("skipped", [False, True], ids=["", "skipped"])
 def test_as_the_loop_over_experts(device, implementation, dtype, activation, skipped):
-    """Experts without tokens, fp32 weights of the router, and slots that another process computes: ours are given an
-    index past the last expert. Older transformers' loop does not take one, so stock is given an expert, and the
-    gradient of that slot's weight is left out."""
+    """Experts without tokens, fp32 router weights, and assignments that another process computes, marked by an index
+    past the last expert. The loop of older transformers rejects that index, so the stock experts compute these
+    assignments with a weight of 0, and the test excludes the gradients of these weights."""
     model = build("mixtral", device, dtype)
     for module in model.modules():
         if hasattr(module, "gate_up_proj"):
@@ -64,7 +64,7 @@ def test_as_the_loop_over_experts(device, implementation, dtype, activation, ski
     exact = copy.deepcopy(stock).double()
     reference, expected = run(exact, x.double(), index, weights.double()), run(stock, x, index, weights)
     found = run(ours, x, index.masked_fill(elsewhere, stock.num_experts), weights)
-    if TRANSFORMERS >= (5, 23):  # older grouped matmuls leave there what the memory held before
+    if TRANSFORMERS >= (5, 23):  # older grouped matmuls leave uninitialised memory there
         assert not found["weights"][elsewhere].any()
     for results in (reference, expected, found):
         results["weights"][elsewhere] = 0.0
@@ -94,7 +94,7 @@ def test_an_activation_that_is_not_known(device):
     assert type(experts_of(patched(model))) is type(experts_of(model))
     ours = patched(build("mixtral", device))
     set_experts(ours, "grouped_mm")
-    experts_of(ours).act_fn = nn.Tanh()  # one that the user puts there afterwards
+    experts_of(ours).act_fn = nn.Tanh()  # set by the user after the patch
     stock = copy.deepcopy(ours)
     experts_of(stock).__class__ = type(experts_of(model))
     ids = tokens(2, 9, device=device)
@@ -104,13 +104,13 @@ def test_an_activation_that_is_not_known(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family, implementation", [("gpt_oss", i) for i in IMPLEMENTATIONS] + [("llama4_text", None)])
 def test_other_gates(device, family, implementation, dtype):
-    """Clamped columns that alternate; and experts that no implementation computes."""
+    """Interleaved, clamped columns (GPT-OSS), and experts without a choice of implementation (Llama 4)."""
     model = build(family, device, dtype)
     stock = experts_of(model)
     for parameter in stock.parameters():
         nn.init.normal_(parameter, std=0.3)
     if implementation:
-        stock.limit = 0.7  # which some values are beyond
+        stock.limit = 0.7  # some values are beyond it
         stock.config = copy.copy(stock.config)
         stock.config._experts_implementation = implementation
     ours, exact = experts_of(patched(model)), copy.deepcopy(stock).double()
@@ -152,7 +152,7 @@ def test_a_wrong_entry_would_be_found(monkeypatch, family, cls, attribute, value
         test_other_gates(torch.device("cpu"), family, None if family == "llama4_text" else "eager", torch.float32)
 
 
-# Classes by themselves, whose models take more to build.
+# Classes that are tested without a model, because their models are harder to build.
 GATES = """
     beam.BeamExperts deepseek_v4.DeepseekV4Experts glm5_next.Glm5NextTextExperts hy_v4.HYV4Experts
     minimax_m3_vl.MiniMaxM3VLExperts openai_privacy_filter.OpenAIPrivacyFilterExperts step3p7.Step3p7Experts
@@ -178,13 +178,13 @@ def gate_of(name, implementation="eager", dtype=torch.float32, device="cpu", lim
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", GATES.split())
 def test_gates_of_classes(device, name, implementation, dtype):
-    """Also of the loop over experts, which calls them."""
+    """The gates of these classes call the op in every implementation, the loop over experts included."""
     stock = gate_of(name, implementation, dtype, device)
     ours, exact = copy.deepcopy(stock), copy.deepcopy(stock).double()
     ours.__class__ = patches.patch_of(type(stock))
     exact.config = copy.copy(stock.config) if hasattr(stock, "config") else None
     if exact.config is not None:
-        exact.config._experts_implementation = "eager"  # others do not take float64
+        exact.config._experts_implementation = "eager"  # the other implementations reject float64
     x = torch.randn(12, 64, device=device, dtype=dtype)
     index, weights = tokens(12, 2, device=device) % 3, torch.rand(12, 2, device=device)
     with RecordCalls() as record:
@@ -198,7 +198,7 @@ def test_gates_of_classes(device, name, implementation, dtype):
 
 
 def test_gates_with_another_activation(device):
-    """Or with clamps in another place."""
+    """Experts with another activation, or with another kind of clamp, run transformers' code."""
     x, index, weights = torch.randn(12, 64, device=device), tokens(12, 2, device=device) % 3, torch.rand(12, 2)
     for name in ("deepseek_v4.DeepseekV4Experts", "step3p7.Step3p7Experts"):
         stock = gate_of(name, device=device)
@@ -239,14 +239,15 @@ _UNIT = classmethod(lambda *_: (swiglu, 1.1, 1))
     ],
 )
 def test_a_wrong_gate_would_be_found(monkeypatch, name, cls, attribute, value):
-    gate_of(name)  # or skips
+    gate_of(name)  # skips a missing class
     monkeypatch.setattr(cls, attribute, value)
     with pytest.raises(AssertionError):
         test_gates_of_classes(torch.device("cpu"), name, "eager", torch.float32)
 
 
 def test_an_implementation_is_chosen_after_patching():
-    """transformers looks into the source of the class's module whether one can be chosen."""
+    """An implementation can be selected after the patch; transformers reads the source of the class's module to allow
+    that."""
     model = pickle.loads(pickle.dumps(patched(build("mixtral"))))
     model.set_experts_implementation("batched_mm")
     assert model.config._experts_implementation == "batched_mm"

@@ -1,4 +1,5 @@
-"""Liger-Kernel's functions by their names: arguments, model types, and that models built later are patched."""
+"""Tests of the functions `apply_liger_kernel_to_*`: arguments as in Liger-Kernel, model types, and models built
+afterwards."""
 
 import contextlib
 import importlib.util
@@ -17,7 +18,7 @@ from liger_ext.models import auto
 from liger_ext.models.model_types import FAMILIES, FUNCTION_OF, folder_of
 from liger_ext.models.modules import norms
 
-# Of Liger-Kernel 0.8.5: the arguments by position, without those of the first line; and the functions.
+# {positional arguments of a function of Liger-Kernel 0.8.5: names of the functions with these arguments}.
 ALL = "rope cross_entropy fused_linear_cross_entropy rms_norm swiglu model"
 UPSTREAM = {
     ALL: "deepseek_v4 exaone4 falcon_h1 glm4 glm4v glm4v_moe gpt_oss granite hunyuan_v1_dense hunyuan_v1_moe llama "
@@ -60,7 +61,8 @@ def test_names_and_arguments():
 
 @pytest.mark.parametrize("model_type", [t for t in FUNCTION_OF if t not in ("qwen3_5_text", "llama4_text")])
 def test_can_be_called(model_type):
-    """Where transformers has the family; its parts by the function of the whole."""
+    """Every model type can be patched if transformers has its family; a part of a model by the function of the
+    whole."""
     folder = folder_of(FUNCTION_OF[model_type])
     if importlib.util.find_spec(f"transformers.models.{folder}") is None:
         with pytest.raises(ImportError, match=f"no transformers.models.{folder}.modeling_{folder}; upgrade"):
@@ -88,7 +90,7 @@ def test_an_instance_of_another_family():
 @images_are_known
 @pytest.mark.parametrize("family", ["llava", "qwen2_vl", "mllama", "gemma3"])
 def test_models_of_images_that_are_built_later(family):
-    """With the language model in them, of whatever family, and the norms of their towers."""
+    """The patch includes the inner language model, of any family, and the norms of the towers."""
     apply = getattr(liger_ext, f"apply_liger_kernel_to_{family}")
     stock = images.build(family)
     with apply():
@@ -107,7 +109,7 @@ def test_models_of_images_that_are_built_later(family):
 @images_are_known
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "autocast"])
 def test_norms_of_towers(device, dtype):
-    """As torch's own, dtypes included; `layer_norm=False` leaves them."""
+    """Patched norms equal torch's, dtypes included; `layer_norm=False` leaves them unpatched."""
     model = images.build("qwen2_vl", device)
     if dtype == "bf16":
         model = model.bfloat16()
@@ -141,7 +143,8 @@ def test_norms_of_towers_that_are_parametrized():
 @images_are_known
 @pytest.mark.parametrize("first, second", [("llama", "llava"), ("llava", "llama")])
 def test_a_patch_of_a_model_and_one_of_the_model_inside(first, second):
-    """What is built inside is patched as its own family's call says, and the rest as the other one."""
+    """The inner model is patched with the options of its own family's call, the outer model with those of the other
+    call."""
     options = {"llama": dict(rope=False, memory="low"), "llava": dict(rms_norm=False)}
     with contextlib.ExitStack() as stack:
         for family in (first, second):

@@ -1,4 +1,4 @@
-"""Heads whose model has another name than Llama's, or which do something else to their logits or their loss."""
+"""Tests of patched heads whose inner model has another name than Llama's, or that change their logits or loss."""
 
 import copy
 import inspect
@@ -47,7 +47,7 @@ OF_GPT_NEOX = dict(
     attention_dropout=0.0,
 )
 OF_MAMBA = dict(hidden_size=64, num_hidden_layers=2, state_size=8, rescale_prenorm_residual=False)
-# By config.model_type, of models of no other test: what they are built with.
+# Options by config.model_type, of models that only this file tests.
 BUILT = {
     "beam": LATENT
     | ROUTED
@@ -103,11 +103,11 @@ BUILT = {
         logits_soft_cap=5.0,
     ),
 }
-OF_LAYERS = "afmoe", "bamba", "granitemoe", "hyperclovax", "jetmoe", "minicpm3"  # see `family_models.LAYERS`
+OF_LAYERS = "afmoe", "bamba", "granitemoe", "hyperclovax", "jetmoe", "minicpm3"  # options: `family_models.LAYERS`
 MODELS = (*BUILT, *OF_LAYERS)
 WITHOUT_CACHE = "ctrl", "openai-gpt"
-IN_FLOAT = "bamba", "falcon_mamba", "mamba", "mamba2"  # which compute in fp32 what should be their reference
-OF_FEW_NUMBERS = ("hy_v4",)  # which has parameters of up to 24: see `steps`
+IN_FLOAT = "bamba", "falcon_mamba", "mamba", "mamba2"  # a float64 copy still computes in fp32, so it is no reference
+OF_FEW_NUMBERS = ("hy_v4",)  # has parameters of at most 24 numbers: see `steps`
 
 
 def made(model_type, device="cpu", dtype=torch.float32, **options):
@@ -117,7 +117,7 @@ def made(model_type, device="cpu", dtype=torch.float32, **options):
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **{**SIZES, **BUILT[model_type], **options})
     model = AutoModelForCausalLM.from_config(config)
-    set_experts(model, "eager")  # others do not take float64
+    set_experts(model, "eager")  # the other implementations reject float64
     return randomised(model).to(device, dtype).train()
 
 
@@ -144,7 +144,7 @@ def assert_close(found, expected):
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_logits_and_what_else_is_returned(device, model_type):
-    """With labels, in the dtype of transformers', and as a tuple; without; and what comes from the model."""
+    """Logits and all other outputs equal transformers', dtypes included: with and without labels, and as a tuple."""
     model = made(model_type, device)
     ours, batch = patched(model), batch_of(device)
     options = dict(output_hidden_states=True, use_cache=True)
@@ -165,7 +165,8 @@ def test_logits_and_what_else_is_returned(device, model_type):
 
 @pytest.mark.parametrize("model_type", ["bloom", "gptj", "mamba"])
 def test_arguments_by_their_place(device, model_type):
-    """Of these return_dict is one, but for GPT-J of transformers 5.24 on."""
+    """Positional arguments reach their parameters. return_dict is one of them, except for GPT-J from transformers 5.24
+    on."""
     model, batch = made(model_type, device), batch_of(device)
     parameters = inspect.signature(model.forward).parameters
     given = {name: batch.get(name, p.default) for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
@@ -180,7 +181,7 @@ def test_arguments_by_their_place(device, model_type):
 @pytest.mark.parametrize("given", [None, True, False])
 @pytest.mark.parametrize("model_type", ["afmoe", "dbrx", "granitemoe", "jetmoe"])
 def test_what_the_routers_say(device, model_type, given):
-    """Of all but the first, the loss that balances the experts' load is added."""
+    """All models but the first add the loss that balances the experts' load."""
     model, batch = made(model_type, device), batch_of(device)
     for name in ("router_aux_loss_coef", "aux_loss_coef"):
         if hasattr(model, name):
@@ -230,7 +231,7 @@ def test_compiled(device, model_type):
     torch._dynamo.reset()
     model, batch = made(model_type, device), batch_of(device)
     compiled = torch.compile(lambda m, **b: m(**b), backend="aot_eager", fullgraph=True)
-    with sdpa_kernel(SDPBackend.MATH):  # a graph chooses another attention than eager code, with errors of its own
+    with sdpa_kernel(SDPBackend.MATH):  # else graph and eager code select different attention kernels
         assert_same(step(patched(model), batch, compiled), step(model, batch))
 
 
@@ -245,7 +246,7 @@ def test_pickled(model_type):
 
 
 def test_a_loss_of_all_logits(device):
-    """Bamba's, with a coefficient."""
+    """Bamba's loss with a z-loss coefficient has a term of all logits, so the head computes logits."""
     model = made("bamba", device, z_loss_coefficient=0.5)
     ours, batch = patched(model), batch_of(device)
     found, expected = step(ours, batch), step(model, batch)
@@ -254,7 +255,7 @@ def test_a_loss_of_all_logits(device):
 
 
 def test_what_a_model_does_not_take_it_does_not_get(device):
-    """transformers' head of BLOOM gives its further arguments to the loss alone."""
+    """Arguments that the model does not accept reach only the loss, as in transformers' head of BLOOM."""
     model = made("bloom", device)
     batch = batch_of(device) | dict(num_items_in_batch=7, of_the_users_own=None)
     torch.testing.assert_close(patched(model)(**batch).loss, model(**batch).loss)

@@ -1,4 +1,4 @@
-"""Models of images and text: their language models, and the loss of their heads, against transformers' own."""
+"""Tests of models of images and text against stock transformers: their language models, and the loss of their heads."""
 
 import copy
 import importlib
@@ -58,7 +58,8 @@ TEXT = SIZES | dict(
     n_group=1,
     topk_group=1,
 )
-# Configurations of language models that cannot be changed any more, or say what others follow from.
+# Configurations of language models that are passed at construction, because other values are derived from them or they
+# cannot change later.
 GIVEN = {}
 GIVEN["ernie4_5_vl_moe"] = SIZES | dict(
     moe_num_experts=4,
@@ -101,7 +102,7 @@ def fill(config, values):
 
 def build(model_type, device="cpu"):
     config = AutoConfig.for_model(model_type, **({"text_config": GIVEN[model_type]} if model_type in GIVEN else {}))
-    of_each_type = "full_attention" in (config.text_config.rope_parameters or {})  # which are left
+    of_each_type = "full_attention" in (config.text_config.rope_parameters or {})  # not overwritten
     if model_type not in GIVEN:
         fill(config.text_config, {k: v for k, v in TEXT.items() if k != "rope_parameters" or not of_each_type})
     if config.text_config.pad_token_id is None:
@@ -115,7 +116,7 @@ def build(model_type, device="cpu"):
     torch.manual_seed(0)
     model = randomised(AutoModelForImageTextToText.from_config(config)).to(device).train()
     if "_moe" in model_type or model_type == "mistral_large4":
-        model.set_experts_implementation("eager")  # others do not take float64
+        model.set_experts_implementation("eager")  # the other implementations reject float64
     return model
 
 
@@ -149,7 +150,8 @@ def test_generates_the_same(device, model_type):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("model_type", ["glm4v", "qwen2_5_vl", "qwen2_vl", "qwen3_vl"])
 def test_a_tower_as_stock(device, model_type, dtype):
-    """Two images of 8 x 4 and 4 x 4 patches: result and gradients, of which the rotary embedding is ours."""
+    """The result and gradients of a tower with a patched rotary embedding, for two images of 8 x 4 and 4 x 4
+    patches."""
     model = build(model_type, device).to(dtype)
     towers = [m.model.visual for m in (patched(model), model, copy.deepcopy(model).double())]
     grid = torch.tensor([[1, 8, 4], [1, 4, 4]], device=device)
@@ -172,7 +174,8 @@ def test_a_tower_as_stock(device, model_type, dtype):
 
 
 def test_options_of_the_loss(device):
-    """Where the head is the language model's, and the loss the whole model's: with logits, and without."""
+    """Options of the loss work if the head belongs to the language model and the loss to the whole model, with logits
+    and without."""
     model = build("llama4", device)
     ours, ids = patched(model), tokens(2, 9, device=device) % 900 + 3
     batch = dict(input_ids=ids, labels=ids, num_items_in_batch=7)
@@ -188,7 +191,7 @@ def test_options_of_the_loss(device):
     found = ours(**batch, labels=ids, return_token_accuracy=True)
     torch.testing.assert_close(found.token_accuracy, (logits[:, :-1].argmax(-1) == ids[:, 1:]).float().mean())
     torch.testing.assert_close(found.logits, logits)
-    ours.loss_function = lambda logits, labels, vocab_size, **_: logits.mean()  # the user's own
+    ours.loss_function = lambda logits, labels, vocab_size, **_: logits.mean()  # a loss of the user
     torch.testing.assert_close(ours(input_ids=ids, labels=ids).loss, logits.mean())
     with compat.install():
         importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_llama4(model=model)
@@ -197,7 +200,7 @@ def test_options_of_the_loss(device):
 
 @pytest.mark.parametrize("model_type", ["ernie4_5_vl_moe", "qwen3_vl_moe", "glm4v_moe", "qwen3_omni_moe_thinker"])
 def test_the_experts_balance(device, model_type):
-    """The loss that is added counts: with another factor the test above would fail."""
+    """The added balance loss matters: with another factor `test_text_as_stock` fails."""
     cls = causal_lm.OmniMoeCausalLM if "omni" in model_type else causal_lm.MoeOfTextCausalLM
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cls, "_balance", lambda self: (4, 2, 0.1))
@@ -238,7 +241,7 @@ def test_an_image(device):
 @pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="older transformers have other code")
 @pytest.mark.parametrize("model_type, sounds", [("qwen2_5_omni_thinker", 4), ("qwen3_omni_moe_thinker", 2)])
 def test_a_thinker_sees_and_hears(device, model_type, sounds):
-    """It takes no `logits_to_keep`: one that is given means nothing."""
+    """A thinker accepts and ignores `logits_to_keep`, as in transformers."""
     model = build(model_type, device)
     text, config = model.config.get_text_config(), model.config.vision_config
     ids = tokens(1, 16, device=device) % 900 + 3
@@ -266,7 +269,7 @@ def test_a_thinker_sees_and_hears(device, model_type, sounds):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_mllama_without_images(device, dtype):
-    """Its language model alone returns logits in fp32."""
+    """Mllama's language model returns logits in fp32."""
     config = fill(AutoConfig.for_model("mllama").text_config, TEXT | dict(cross_attention_layers=[1]))
     torch.manual_seed(0)
     model = randomised(modeling_mllama.MllamaForCausalLM(config)).to(device, dtype).train()

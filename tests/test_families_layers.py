@@ -1,4 +1,5 @@
-"""Decoder layers that do more than Llama's: which ops they call, and that all of their forms give the same."""
+"""Tests of decoder layers that do more than Llama's: which ops they call, and that every variant computes the same
+results."""
 
 import copy
 import importlib
@@ -47,10 +48,10 @@ MODELS |= {family: (family, {}) for family in LAYERS} | {
     "hyperclovax without norms of results": ("hyperclovax", dict(use_post_norm=False)),
     "lfm3 without norms of results": ("lfm3", dict(use_sandwich_norm=False)),
 }
-WITHOUT_SUM = {"olmo_hybrid": 1}  # how many of the layers add what is normalised, not what is to be
-# Which compute in fp32 what should be their reference.
+WITHOUT_SUM = {"olmo_hybrid": 1}  # number of layers that normalise the summand, not the sum
+# A float64 copy of these still computes in fp32, so it is no reference.
 IN_FLOAT = [name for name, (family, _) in MODELS.items() if family in ("falcon_h1", *RECURRENT)]
-OF_ONE_NUMBER = ("apertus",)  # which has such parameters: see `steps`
+OF_ONE_NUMBER = ("apertus",)  # has parameters of one number: see `steps`
 each = pytest.mark.parametrize("name", MODELS)
 
 
@@ -78,7 +79,7 @@ def test_equals_stock(device, name, dtype):
     with RecordCalls() as record:
         found = steps(ours, batches)
     assert record.names.count("add_rms_norm") == len(batches) * (len(model.model.layers) - WITHOUT_SUM.get(name, 0))
-    if name in IN_FLOAT and dtype is torch.float32:  # computes in fp32 what should be its reference
+    if name in IN_FLOAT and dtype is torch.float32:  # without an exact reference
         assert_same(found, steps(model, batches))
     else:
         assert_as_good(found, steps(model, batches), steps(reference, batches))
@@ -94,7 +95,7 @@ def test_norms_in_another_dtype(device, name):
 
 
 def test_llama4_runs_in_nodes(device):
-    """Its norms with the projections that read them, as Llama's."""
+    """Llama 4's norms form one autograd node with the projections that read them, as in Llama."""
     model, batch = made("llama4 without experts", device), batch_of(device)
     ours = patched(model)
     loss = ours(**batch).loss
@@ -150,7 +151,7 @@ WRONG = [
 
 @pytest.mark.parametrize("family", LAYERS)
 def test_the_rest_of_a_layer(device, family):
-    """What else it returns: a cache by which generation goes on, hidden states, and what the next layer reads."""
+    """The other results of a layer equal stock: the cache, hidden states, attentions, and inputs of the next layer."""
     model = build(family, device).eval()
     model.set_attn_implementation("eager")
     ours, ids = patched(model), tokens(2, 9, device=device)
@@ -163,7 +164,7 @@ def test_the_rest_of_a_layer(device, family):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", [family for family in LAYERS if family != "jetmoe"])  # which cannot
+@pytest.mark.parametrize("family", [family for family in LAYERS if family != "jetmoe"])  # jetmoe cannot
 @pytest.mark.parametrize("memory", ["auto", "low"])
 def test_checkpointed(device, family, memory):
     model, batch = build(family, device), batch_of(device)
@@ -183,7 +184,7 @@ def test_compiled(device, family):
     for m in (model, ours):
         set_experts(m, "grouped_mm")
     compiled = torch.compile(lambda m, **b: m(**b), backend="aot_eager", fullgraph=True)
-    with sdpa_kernel(SDPBackend.MATH):  # a graph chooses another attention than eager code, with errors of its own
+    with sdpa_kernel(SDPBackend.MATH):  # else graph and eager code select different attention kernels
         assert_same(step(ours, batch, compiled), step(model, batch))
 
 
@@ -198,7 +199,8 @@ def test_nothing_is_said_of_layers_in_which_nothing_can_be_fused(name):
 
 
 def test_nothing_is_said_of_what_transformers_runs_without_a_gradient():
-    """GLM's indexer, whose rope is Llama's: a decorator of transformers' own is no replacement."""
+    """GLM's indexer calls Llama's rope under a decorator of transformers that disables gradients; the decorator does
+    not count as a replacement, so there is no warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         liger_ext.apply_liger_kernel_to_instance(build("glm_moe_dsa"))
@@ -221,7 +223,7 @@ def test_a_wrong_entry_would_be_found(monkeypatch, name, cls, attribute, value):
 
 
 def test_one_dropout_for_both_results(device):
-    """Emu 3's, a module that the text names twice."""
+    """Emu 3's layers apply one dropout module to the results of attention and of the MLP."""
     module = importlib.import_module("transformers.models.emu3.modeling_emu3")
     torch.manual_seed(0)
     config = module.Emu3TextConfig(**SIZES, attention_dropout=0.0)

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of every family, as those of Llama in test_llama_log_probs.py."""
+"""Tests of log-probabilities and entropies of every family; test_llama_log_probs.py has those of Llama."""
 
 import family_models
 import pytest
@@ -15,14 +15,14 @@ pytestmark = pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="the families are
 
 @pytest.mark.parametrize("family", ["gemma2", "granite", "cohere2", "falcon_h1"])
 def test_families(device, family):
-    """Softcaps, and factors of the logits."""
+    """Softcaps and factors of the logits apply to the results."""
     stock = family_models.build(family, device)
     for temperature in (1.0, 0.6):
         judge(stock, made(device, temperature=temperature))
 
 
 def test_experts(device):
-    """The loss that balances them is added to the loss, and to nothing else."""
+    """The loss that balances the experts is added to the loss only."""
     stock = family_models.build("mixtral", device)
     model, batch = family_models.patched(stock), made(device)
     expected, found = stock(**batch), model(**batch, **ASKED)
@@ -33,7 +33,7 @@ def test_experts(device):
 
 @pytest.mark.parametrize("family", ["gemma2", "granite"])
 def test_a_called_head_of_a_family(device, family):
-    """Code of its own has a head of the user's: it is called, and its logits are multiplied or bounded."""
+    """A user's head with its own forward is called, and the family's factor or softcap applies to its logits."""
 
     class Doubled(nn.Linear):
         def forward(self, input):
@@ -52,7 +52,8 @@ QUICK = "llama4", "mamba"
 
 @pytest.mark.parametrize("family, make", [slow_if(name not in QUICK, name, FAMILIES[name]) for name in FAMILIES])
 def test_every_family(device, family, make):
-    """Of a language model inside, as that of Llama 4 with images, the results are made of the logits."""
+    """If the head belongs to an inner language model (Llama 4 with images), the results are computed from the
+    logits."""
     stock = make(family, device).eval()
     ids = tokens(2, 9, device=device) % 900 + 3
     batch = dict(input_ids=ids, labels=ids.masked_fill(ids < 200, -100), temperature=0.7)
@@ -64,7 +65,7 @@ def test_every_family(device, family, make):
 
 
 def test_heads_with_another_loss(device):
-    """Bamba's has a term of all logits."""
+    """Bamba's loss has a term of all logits, which excludes log-probabilities."""
     model = family_models.patched(family_models.build("bamba", device, z_loss_coefficient=0.5))
     with pytest.raises(ValueError, match="z_loss_coefficient"):
         model(**made(device), return_log_probs=True)

@@ -1,5 +1,5 @@
-"""Norms of families, one by one: each class of transformers against ours. Those with a gate are in
-`test_gated_norms.py`."""
+"""Tests of the patched norms of families, each class against transformers'. `test_gated_norms.py` tests norms with a
+gate."""
 
 import copy
 import importlib
@@ -16,7 +16,7 @@ from liger_ext.models.patches import patch_of
 
 SIZE = 48
 CONFIG = SimpleNamespace(hidden_size=SIZE, eps=1e-3)
-CLASSES = {  # by module and class: what the constructor takes
+CLASSES = {  # {module.class: arguments of the constructor}
     "cpmant.CpmAntLayerNorm": ((CONFIG,), {}),
     "deepseek_v4.DeepseekV4UnweightedRMSNorm": ((), dict(eps=1e-3)),
     "gemma.GemmaRMSNorm": ((SIZE,), dict(eps=1e-3)),
@@ -46,7 +46,7 @@ def made(name):
 
 
 def results(norm, x):
-    """Of a forward and a backward."""
+    """Returns the results of a forward and a backward."""
     x = x.clone().requires_grad_()
     norm.zero_grad()
     out = norm(x)
@@ -59,10 +59,10 @@ def results(norm, x):
 def test_equals_stock(device, name, dtypes):
     stock = made(name).to(device, torch.bfloat16 if dtypes in ("bf16", "bf16 weight") else torch.float32)
     dtype = torch.bfloat16 if dtypes in ("bf16", "fp32 weight") else torch.float32
-    ours, exact = copy.deepcopy(stock), copy.deepcopy(stock).double()  # but for what it casts to fp32 itself
+    ours, exact = copy.deepcopy(stock), copy.deepcopy(stock).double()  # float64 except for casts to fp32 in its code
     ours.__class__ = patch_of(type(stock))
     for shape in ((2, 5, SIZE), (7, SIZE)):
-        x = (0.1 * normal(*shape, seed=1)).to(device, dtype)  # whose mean square is not much more than eps
+        x = (0.1 * normal(*shape, seed=1)).to(device, dtype)  # the mean square is near eps
         with RecordCalls() as record:
             found = results(ours, x)
         assert {"rms_norm", "layer_norm"} & set(record.names)
@@ -71,13 +71,13 @@ def test_equals_stock(device, name, dtypes):
             assert distance(a, c) <= 1.5 * distance(b, c) + rounding(a.dtype)
 
 
-@pytest.mark.parametrize("name", [name for name in CLASSES if "Unweighted" not in name])  # that rounds once more
+@pytest.mark.parametrize("name", [name for name in CLASSES if "Unweighted" not in name])  # these round once more
 def test_rounds_where_stock_does(device, name):
     stock = made(name).to(device, torch.bfloat16)
     ours = copy.deepcopy(stock)
     ours.__class__ = patch_of(type(stock))
     x = normal(50, SIZE, seed=1).to(device, torch.bfloat16)
-    assert (ours(x) != stock(x)).float().mean() < 0.01  # the order of a sum in fp32
+    assert (ours(x) != stock(x)).float().mean() < 0.01  # differences by the order of an fp32 sum
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_rounds_where_stock_does(device, name):
     ],
 )
 def test_a_wrong_entry_would_be_found(monkeypatch, name, cls, attribute, value):
-    made(name)  # or skips
+    made(name)  # skips a missing class
     monkeypatch.setattr(cls, attribute, value)
     with pytest.raises(AssertionError):
         test_equals_stock(torch.device("cpu"), name, "fp32")

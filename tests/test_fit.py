@@ -1,4 +1,5 @@
-"""Which GPU library fits which torch, driver and GPU: a table, without a GPU. And what is read from library files."""
+"""Tests of the check whether a GPU library fits torch, driver and GPU (a table; no GPU needed), and of the build facts
+that library files contain."""
 
 import sys
 from dataclasses import replace
@@ -29,15 +30,15 @@ CPU = Machine("2.13.0+cpu", None, None)
         # fits
         (BOTH, nvidia((13, 0)), None, None),
         (BOTH, nvidia((13, 2)), "9.0", None),
-        (BOTH, nvidia((13, 0), cuda="12.8"), "8.6", None),  # an older torch beside a driver that is new enough
+        (BOTH, nvidia((13, 0), cuda="12.8"), "8.6", None),  # an older torch with a driver that is new enough
         (BOTH, nvidia((14, 0)), "7.5", None),
-        (BOTH, nvidia((13, 0)), "10.0", None),  # by PTX
+        (BOTH, nvidia((13, 0)), "10.0", None),  # PTX
         ({"cuda": CUDA_12}, nvidia((12, 2), cuda="12.6"), "9.0", None),  # minor versions of CUDA are compatible
         ({"cuda": CUDA_12}, nvidia((13, 0)), "9.0", None),
         (BOTH, nvidia(None), None, None),  # a torch for CUDA on a machine without a driver
         (BOTH, ROCM, None, None),
         (BOTH, ROCM, "gfx942", None),
-        # does not
+        # does not fit
         (BOTH, nvidia((12, 8), cuda="12.8"), None, "and the driver (NVIDIA 570.86) runs CUDA up to 12.8. Update the"),
         (BOTH, nvidia((12, 8), cuda="12.8"), "9.0", "install a liger_ext built with CUDA 12"),
         ({"cuda": CUDA_12}, nvidia((12, 2), cuda="12.6"), "10.0", "only PTX for 10.0, made by CUDA 12.9"),
@@ -60,7 +61,7 @@ def test_misfit(libraries, machine, architecture, words):
     ("architectures", "capability", "code"),
     [
         ("7.5 8.0 9.0a", (8, 0), "machine code"),
-        ("7.5 8.0 9.0a", (8, 9), "machine code"),  # that for 8.0 runs on later 8.x
+        ("7.5 8.0 9.0a", (8, 9), "machine code"),  # code for 8.0 runs on later 8.x
         ("7.5 8.6 9.0a", (8, 0), "nothing"),
         ("7.5 9.0a", (9, 0), "machine code"),
         ("9.0a", (9, 1), "nothing"),

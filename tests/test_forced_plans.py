@@ -1,8 +1,8 @@
-"""Results do not depend on the launch plan beyond the bound of liger_ext.testing: every op, forward and backward,
-against float64 with different plans forced on it.
+"""Tests that results keep the bound of liger_ext.testing under other launch plans: every op, forward and backward,
+against float64 with forced plans.
 
-On a GPU, and on the host target (test_host_target), where a library plans launches; the CPU's kernels have no plans.
-There, too: what is launched is what ``_C.plans`` says, of the built-in plans and of tuned ones.
+They run on a GPU and on the host target (test_host_target); the CPU kernels have no plans. On the host target they also
+check that the launches equal ``_C.plans``, for built-in and for tuned plans.
 """
 
 from dataclasses import replace
@@ -33,7 +33,8 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 
 
 def sizes(op, device):
-    """Several rows to a block, rows of one block, single elements; on a GPU also rows of a cluster and full grids."""
+    """Returns sizes with several rows per block, one row per block, and single elements; on a GPU also clusters and
+    full grids."""
     record = RECORDS[op]
     if any(record.llama.heads):
         return [(9, 64), (3, 40), (5, 6)] + ([(600, 128)] if device.type == "cuda" else [])
@@ -59,7 +60,7 @@ def test_results_with_other_plans(op, device, dtype, knobs):
             judge(op, arguments(op, rows, cols, dtype, device))
 
 
-# What is launched, as the host target tells ---------------------------------------------------------------------------
+# Launches, as the host target records them ----------------------------------------------------------------------------
 
 OTHER = {"threads": 64, "block": 256}
 CASES = {
@@ -70,7 +71,7 @@ CASES = {
 
 
 def launched():
-    """(kernel and its instance, blocks, threads, shared memory) of each launch since the last call."""
+    """Returns (kernel instance, blocks, threads, shared memory) of each launch since the last call."""
     lines = [line.split(" ", 3) for line in told("liger_ext_host_launched")]
     return [(instances.key_of(name), *map(int, numbers)) for *numbers, name in lines]
 
@@ -122,7 +123,7 @@ def test_what_is_planned_with_options_is_launched(op, options):
 @pytest.mark.host
 @pytest.mark.parametrize("op", CASES)
 def test_an_entry_is_found_by_its_calls_alone(op):
-    """By the key under which tuning keeps it."""
+    """A tuned entry applies to the calls of its key, and to no others."""
     device = _devices.running_profile(0)
     names = [name for name in (op, f"{op}_backward") if CASES[op].tunable(name, device, torch.bfloat16)]
     keys = {CASES[op].tunable(name, device, torch.bfloat16)[0] for name in names}
@@ -134,7 +135,7 @@ def test_an_entry_is_found_by_its_calls_alone(op):
     try:
         _tuned.install(table())
         assert run(op) == planned(op, OTHER)
-        _tuned.install(table(rows=16))  # as 9 are
+        _tuned.install(table(rows=16))  # 9 rows round up to 16
         assert run(op) == planned(op, OTHER)
         for other in ({"rows": 17}, {"cols": 520}, {"vec": 4}, {"heads": (1, 1, 1)}, {"device": "another GPU"}):
             _tuned.install(table(**other))

@@ -1,5 +1,5 @@
-"""The fused loss is cross_entropy(linear(x)): under the one rule, for every option and every way it comes to its
-gradients."""
+"""Tests that the fused loss equals cross_entropy(linear(x)) under liger_ext.rule, for every option and every strategy
+to compute gradients."""
 
 import functools
 import itertools
@@ -19,7 +19,7 @@ from liger_ext.ops._loss_devices import device_of
 from liger_ext.ops._loss_plan import SMALLEST, Call, Plan, plan
 from liger_ext.testing import judge
 
-# memory: everything at once; chunks of 128 rows
+# values of `memory`: one chunk; chunks of 128 rows
 ONE_CHUNK, CHUNKS = Plan(int(_C.Gradients.deferred), 1 << 40, 1 << 40), SMALLEST
 ROWS = 300  # three chunks: 128, 128, 44
 judge_fused = functools.partial(judge, "fused_linear_cross_entropy")
@@ -76,7 +76,7 @@ def test_fused_linear_cross_entropy(device, data, options):
 @pytest.mark.parametrize("memory", [ONE_CHUNK, CHUNKS])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_every_way_to_the_gradients(device, dtype, memory, reduction):
-    """deferred, accumulated and recomputed, with a bias and a gradient of the loss that is not 1."""
+    """Deferred, accumulated and recomputed gradients, with a bias and an upstream gradient other than 1."""
     judge_fused({**head(dtype=dtype, device=device, bias=True), "memory": memory, "reduction": reduction})
 
 
@@ -94,7 +94,7 @@ def test_the_chunks_of_these_tests_are_several():
 @pytest.mark.parametrize("memory", [ONE_CHUNK, CHUNKS])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_frozen_inputs(device, needs, memory, reduction):
-    """A frozen head, a frozen backbone: the other gradients are the same, and nothing is made for the frozen."""
+    """With frozen inputs the other gradients stay the same, and the op allocates no gradients for the frozen ones."""
     full = head(device=device, bias=True)
     names = ("x", "weight", "bias")
     inputs = {
@@ -141,7 +141,7 @@ def test_a_gradient_that_the_flags_left_out_is_an_error(device):
 @pytest.mark.parametrize("normalizer", [250, 1000.0, "tensor", "integer tensor"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_normalizer_replaces_the_count(device, memory, normalizer, reduction):
-    """num_items_in_batch: the loss of one of several accumulated batches."""
+    """The normalizer (num_items_in_batch) replaces the number of rows, as for one of several accumulated batches."""
     made = head(device=device)
     expected = torch.nn.functional.cross_entropy(made["x"] @ made["weight"].T, made["target"], reduction="sum") / 250
     value = {"tensor": torch.tensor(250.0, device=device), "integer tensor": torch.tensor(250, device=device)}.get(
@@ -159,21 +159,22 @@ def test_normalizer_replaces_the_count(device, memory, normalizer, reduction):
 @pytest.mark.parametrize("memory", [ONE_CHUNK, CHUNKS])
 @pytest.mark.parametrize("largest", [1.9, 1.0, 0.7])
 def test_rows_of_their_own_gradient_at_the_end_of_fp16(device, memory, largest):
-    """dweight sums x[i] * gradient[i] in fp16: the gradients are scaled to at most 1, lest the products overflow."""
+    """dweight sums x[i] * gradient[i] in fp16; the gradients are scaled to at most 1, so that the products do not
+    overflow."""
     made = head(dtype=torch.float16, device=device)
     made["x"].data[:, 0], made["weight"].data[:, 0] = 6e4, 0
     loss = F.fused_linear_cross_entropy(**made, memory=memory, reduction="none")
     logits = made["x"].double() @ made["weight"].double().T
     exact = torch.nn.functional.cross_entropy(logits, made["target"], reduction="none")
     grad = normal(ROWS, device=device, seed=3)
-    grad *= largest / 1024 / grad.abs().max()  # so that the sums fit fp16
+    grad *= largest / 1024 / grad.abs().max()  # so that the sums fit into fp16
     (found,), (wanted,) = (torch.autograd.grad(of, made["weight"], grad.to(of)) for of in (loss, exact))
     torch.testing.assert_close(found.double(), wanted.double(), rtol=5e-3, atol=5e-3 * float(wanted.abs().max()))
 
 
 @pytest.mark.parametrize("memory", [ONE_CHUNK, CHUNKS])
 def test_dx_is_rounded_once_beside_a_wider_head(device, memory):
-    """Each row's own gradient multiplies it before it is stored in bf16."""
+    """dx is multiplied by its row's upstream gradient before it is rounded to bf16."""
     made = head(dtype=torch.bfloat16, weight_dtype=torch.float32, device=device, ignored=0)
     grad, error = normal(ROWS, device=device, seed=3), []
     x = made["x"].detach().double().requires_grad_()
@@ -189,8 +190,8 @@ def test_dx_is_rounded_once_beside_a_wider_head(device, memory):
 
 @pytest.mark.parametrize("memory", [ONE_CHUNK, CHUNKS])
 def test_fp16_gradients_survive_any_loss_scale(device, memory):
-    """With 1/N and the loss scale taken off before fp16, neither a long batch nor a scaler loses or overflows
-    gradients."""
+    """Gradients are stored in fp16 without the factors 1/N and loss scale, so they neither underflow in a long batch
+    nor overflow under a GradScaler."""
     made = head(dtype=torch.float16, device=device, vocab=1000, hidden=64)
     judge_fused({**made, "memory": memory}, grad=1.0)
     judge_fused({**made, "memory": memory}, grad=1024.0)
@@ -201,7 +202,7 @@ def test_fp16_gradients_survive_any_loss_scale(device, memory):
 
 
 def test_dweight_is_summed_in_float32_by_default(device):
-    """Over 16 chunks: a bfloat16 sum, on request, has visibly more error."""
+    """The sum of dweight over 16 chunks is fp32 by default; a requested bfloat16 sum has visibly more error."""
     made = {**head(rows=2000, dtype=torch.bfloat16, device=device, ignored=0), "memory": CHUNKS}
     exact = torch.nn.functional.cross_entropy(made["x"].double() @ made["weight"].double().T, made["target"])
     (exact,) = torch.autograd.grad(exact, made["weight"])
@@ -214,7 +215,7 @@ def test_dweight_is_summed_in_float32_by_default(device):
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_chunking_changes_rounding_only(device, dtype):
-    """In fp32 the per-row results do not depend on the chunks at all."""
+    """Chunks change the per-row results only by rounding."""
     made = head(dtype=dtype, device=device)
     options = {"reduction": "none", "return_predicted_tokens": True, "return_token_accuracy": True}
     a, b = (F.fused_linear_cross_entropy(**made, **options, memory=memory) for memory in (ONE_CHUNK, CHUNKS))
@@ -225,7 +226,8 @@ def test_chunking_changes_rounding_only(device, dtype):
 
 
 def test_the_predicted_token_may_be_any_that_roundings_make_the_largest(device):
-    """Logits 1 and 1 + 2^-9 are the same in bf16; 1 + 2^-5 is not, and -1 is for ignored rows alone."""
+    """The judge accepts any predicted token that rounding can make the largest: logits 1 and 1 + 2^-9 are equal in
+    bf16, 1 and 1 + 2^-5 are not. Only ignored rows may have -1."""
     x = torch.eye(2, dtype=torch.bfloat16, device=device).repeat(2, 1).requires_grad_()
     weight = torch.tensor([[1, 1], [1, 1], [0.5, 0.5]], dtype=torch.bfloat16, device=device)
     inputs = {"x": x, "weight": weight, "target": torch.tensor([0, 1, 2, -100], device=device)}
@@ -255,7 +257,7 @@ def test_the_predicted_token_may_be_any_that_roundings_make_the_largest(device):
 
 @pytest.mark.parametrize("ignored", ["alternate", "first half", "all but the last", "a few"])
 def test_ignored_rows_between_others(device, ignored):
-    """An ignored row is not fetched, unless there are few of them."""
+    """Ignored rows between others, which kernels do not prefetch unless there are few of them."""
     rows, vocab = (1200 if device.type == "cuda" else 60), 13_003
     made = head(rows, 8, vocab, dtype=torch.bfloat16, device=device, ignored=0)
     nth = torch.arange(rows, device=device)
@@ -271,7 +273,8 @@ def test_ignored_rows_between_others(device, ignored):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("vocab", [1051, 20_011, 70_001, 100_003, 140_007, 200_003])
 def test_vocabularies(device, dtype, vocab):
-    """Rows that a block, or a cluster of blocks, holds in registers, 8, 10 or 16 vectors a thread."""
+    """Vocabularies whose rows a block or a cluster of blocks holds in registers, with 8, 10 or 16 vectors per
+    thread."""
     judge_fused(head(5, 8, vocab, dtype=dtype, device=device, ignored=0))
 
 
@@ -280,7 +283,8 @@ def test_vocabularies(device, dtype, vocab):
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("memory", [ONE_CHUNK, "min"])
 def test_gradients_that_label_smoothing_cancels(device, dtype, softcap, rows, memory):
-    """Nearly p - p, where the rounding of a logit moves p: of one row, no other row's error hides it."""
+    """The gradient is nearly p - p and the rounding of a logit changes p; with few rows no other row's error hides a
+    mistake."""
     for seed in range(6):
         inputs = head(rows, 8, 300, dtype=dtype, device=device, seed=seed, ignored=0)
         judge_fused(inputs | {"label_smoothing": 0.1, "softcap": softcap, "memory": memory})
@@ -289,14 +293,14 @@ def test_gradients_that_label_smoothing_cancels(device, dtype, softcap, rows, me
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("vocab", [1051, 35_003])
 def test_factors_of_either_sign(device, dtype, vocab):
-    """Each row's gradient with its own factor, in chunks that are computed again."""
+    """Upstream gradients of both signs for each row, with recomputed chunks."""
     made = head(150, 8, vocab, dtype=dtype, device=device)
     judge_fused({**made, "reduction": "none", "memory": CHUNKS, "lse_square_scale": 1e-4})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_masked_classes(device, dtype):
-    """Logits of -inf, which no target has."""
+    """Classes with a logit of -inf, which are no row's target, have no influence and no gradient."""
     made = head(5, 8, 1051, dtype=dtype, device=device, ignored=0, bias=True)
     masked = torch.arange(1051, device=device) % 3 == 1
     masked[made["target"]] = False
@@ -326,7 +330,7 @@ def test_leading_dimensions(device):
 
 @pytest.mark.parametrize("name", ["dx", "dweight", "dbias"])
 def test_sums_of_another_shape_are_refused(device, name):
-    """As many numbers in other rows would be written past the end of the gradient."""
+    """A sum of another shape would be written past the end of the gradient."""
     x, weight, bias = (normal(*shape, device=device).requires_grad_() for shape in ((300, 33), (7, 33), (7,)))
     with RecordCalls() as record:
         F.fused_linear_cross_entropy(x, weight, random_targets(300, 7, device=device), bias, memory=SMALLEST).backward()

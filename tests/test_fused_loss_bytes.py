@@ -1,5 +1,5 @@
-"""Memory of the fused loss: what the trace of a plan takes is what it takes, budgets are kept to, and levels are what
-they are documented to be."""
+"""Tests of the memory of the fused loss: a call allocates as many bytes as csrc/trace computes for its plan; it never
+exceeds a number of bytes that is passed as ``memory`` (a budget); and levels of memory select the documented plans."""
 
 import pytest
 import torch
@@ -47,14 +47,14 @@ calls_of_any_size = st.builds(
 ).map(lambda call: call._replace(wide_logits=call.wide_logits and call.compute.itemsize == 2))
 
 
-# How a plan is chosen -----------------------------------------------------------------------------------------------
+# Choice of a plan ---------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=300)
 @given(call=calls_of_any_size, budgets=st.lists(st.floats(1, 30), min_size=1, max_size=6))
 def test_what_levels_and_budgets_choose(call, budgets):
-    """No level is slower and larger than another level or a budget; more memory never takes more time; budgets are kept
-    to; and each level is the least memory within its share of the least time."""
+    """No level is both slower and larger than another level or a budget. More memory never takes more time. Budgets are
+    kept. Each level selects the plan with the least memory within its share of the least time."""
     found = front(call)
     least = found[0].bytes
     chosen = [choose(call, int(least * share)) for share in sorted([1, *budgets])]
@@ -86,7 +86,7 @@ def test_what_levels_and_budgets_choose(call, budgets):
 @settings(max_examples=100)
 @given(call=calls_of_any_size)
 def test_the_front_is_that_of_all_candidates(call):
-    """And a plan's bytes do not depend on the plans beside it."""
+    """The front contains the best of all candidates, and a plan's bytes do not depend on the other candidates."""
     found = front(call)
     assert [c.bytes for c in found] == sorted({c.bytes for c in found})
     assert [c.seconds for c in found] == sorted({c.seconds for c in found}, reverse=True)
@@ -96,7 +96,7 @@ def test_the_front_is_that_of_all_candidates(call):
 
 
 def test_the_levels_of_models():
-    """On an H100: where the gradient of the logits goes, at the shapes of Gemma 2 2B, GPT-OSS and Qwen 3 0.6B."""
+    """The plans of the levels on an H100 at the shapes of Gemma 2 2B, GPT-OSS and Qwen 3 0.6B."""
     h100, bf16 = device_with(_C.profile("H100")), torch.bfloat16
     for rows, hidden, vocab in ((8192, 2304, 256_000), (8192, 2880, 201_088), (8192, 1024, 151_936)):
         for per_row in (False, True):
@@ -127,7 +127,8 @@ def test_fewer_bytes_than_it_can_do_with(device):
 
 
 def test_a_trace_lists_what_a_plan_does():
-    """Two chunks of rows: their matmuls, the last of which adds to the sum of dweight; equal chunks are listed once."""
+    """The trace lists the matmuls of a plan's chunks, of which all but the first accumulate into dweight; equal chunks
+    are one entry with a count."""
     bf16 = torch.bfloat16
     h100 = device_with(_C.profile("H100"))
     call = Call(1000, 64, 5000, bf16, bf16, bf16, h100)
@@ -142,8 +143,8 @@ def test_a_trace_lists_what_a_plan_does():
 @pytest.mark.parametrize("per_row", [False, True])
 @pytest.mark.parametrize("plan", [overlaid((512, 1024, 8192), 1, torch.float32, torch.bfloat16), None])
 def test_the_weight_is_cast_once(per_row, plan):
-    """Under autocast, where the gradient of all logits is stored: the matmul of dx reads the copy that the matmul of
-    the logits has read, so that dx costs no more than with a weight that needs no cast."""
+    """Under autocast the matmul of dx reads the cast weight of the matmul of the logits, if the gradient of all logits
+    is stored. So dx costs no more than with a weight that needs no cast."""
     fp32, bf16, h100 = torch.float32, torch.bfloat16, device_with(_C.profile("H100"))
     call = Call(512, 1024, 8192, bf16, bf16, fp32, h100, per_row=per_row)
     plan = plan or _loss_plan.in_chunks(call, 512, 8192)
@@ -157,12 +158,12 @@ def test_the_weight_is_cast_once(per_row, plan):
     assert seconds_of_dx(fp32) < seconds_of_dx(bf16) + cast / 2
 
 
-# What is taken --------------------------------------------------------------------------------------------------------
+# Allocated memory -----------------------------------------------------------------------------------------------------
 
 
 @st.composite
 def calls_that_count(draw):
-    """Arguments in every dtype and layout, large enough for what is forgotten to be seen."""
+    """Draws arguments in every dtype and layout, large enough that a missing term of the prediction shows."""
     hidden = draw(st.sampled_from([17, 33, 64, 65, 128]))
     rows = max(1, int(hidden * draw(st.sampled_from([0.1, 0.5, 1, 2, 3, 5, 8, 12, 20]))) + draw(st.integers(-1, 1)))
     vocab = min(draw(st.integers(500, 60_000)), 12_000_000 // rows)
@@ -184,8 +185,9 @@ def calls_that_count(draw):
 @settings(max_examples=60)
 @given(drawn=calls_that_count(), memory=st.sampled_from([*LEVELS, SMALLEST, 0, 0.3, 1]) | st.floats(1, 4))
 def test_the_memory_that_is_taken(device, drawn, memory):
-    """What a forward and its backward ask for: what the trace of the plan takes, and a little in Python; at most what
-    was given. Numbers up to 1: of the gradients that dweight does not hold, so many are stored."""
+    """Forward and backward allocate the bytes of the plan's trace, plus a little in Python, and no more than the
+    budget. ``memory`` up to 1 is the share of stored gradients among those that dweight does not hold; above 1 it is a
+    budget in multiples of the least bytes."""
     dtypes = drawn["dtypes"][:1] * 3 if drawn["same"] else drawn["dtypes"]
     rows, hidden, vocab = drawn["size"]
     columns = {"x": "columns", "weight": "transposed"}
@@ -239,7 +241,7 @@ def test_the_memory_that_is_taken(device, drawn, memory):
     assert taken <= _loss_plan.costs(call, [chosen])[0].bytes
     assert budget is None or taken <= budget
     if not drawn["counted"] and not call.copies and (device.type == "cuda" or call.compute.itemsize > 2):
-        # A matmul of 16-bit operands on a CPU allocates inside torch.
+        # On a CPU torch's matmul of 16-bit operands allocates memory, too.
         assert (
             taken
             >= _loss_plan.costs(call, [chosen])[0].bytes
@@ -251,7 +253,7 @@ def test_the_memory_that_is_taken(device, drawn, memory):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_bytes_in_a_graph(device, dynamic):
-    """Kept to, or an error, for any number of rows that the graph may serve."""
+    """A budget in a graph holds, or raises an error, for any number of rows that the graph may run with."""
     torch._dynamo.reset()
     made = head(512, 64, 20_001, device=device)
     others = {"x": made["x"][:300], "weight": made["weight"], "target": made["target"][:300]}

@@ -1,5 +1,6 @@
-"""Plans of the fused loss: the gradient of all logits, or of some, overlaid with that of the weight, and sums that
-become it where they are. The results are under the one rule, whatever else happens to the graph."""
+"""Tests of the fused loss where the memory of dweight also holds other values first: the gradient of all or some logits
+(overlaid plans), or a sum of dweight that is converted in place. The results keep liger_ext.rule under all uses of the
+autograd graph."""
 
 import functools
 import itertools
@@ -36,8 +37,8 @@ sizes = pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str
 
 
 def overlaid(size, share, weight=torch.float32, compute=torch.float32):
-    """The plan that stores this share of the gradients that dweight's memory does not hold; None if there is no room
-    for 64 classes."""
+    """Returns the plan that stores this share of the gradients that do not fit into dweight's memory; None if dweight
+    has no room for 64 classes."""
     rows, hidden, vocab = size
     room = _C.overlaid_room(hidden, weight, compute)
     if vocab * room < 64 * rows:
@@ -48,7 +49,7 @@ def overlaid(size, share, weight=torch.float32, compute=torch.float32):
 
 
 def memories(size, weight=torch.float32, compute=torch.float32):
-    """Every kind of plan: overlaid ones, and chunks."""
+    """Returns every kind of plan: overlaid ones, and chunks."""
     made = {"all": overlaid(size, 1, weight, compute), "least": overlaid(size, 0, weight, compute)}
     return [*filter(None, made.values()), "fast", SMALLEST]
 
@@ -78,8 +79,8 @@ def calls(run):
     share=st.floats(0, 1),
 )
 def test_what_a_chunk_makes_lies_where_others_were(hidden, wide, more, vocab, share):
-    """A history of dweight's memory: each class's gradient is there when its matmul reads it, and each class's dweight
-    is written once, where nothing waits. wide: dweight's elements have twice the size."""
+    """Simulates dweight's memory: the gradient of each class exists until its matmul reads it, and dweight of each
+    class is written once, to memory without unread gradients. wide: dweight's elements have twice the size."""
     rows, room = max(1, int(hidden * more)), hidden * (1 + wide)
     assume(vocab * room >= 64 * rows)
     inside = _C.overlaid_classes(rows, room, vocab)
@@ -96,7 +97,7 @@ def test_what_a_chunk_makes_lies_where_others_were(hidden, wide, more, vocab, sh
     def ends(p):
         return p.offset + rows * _C.padded_vocab(p.classes)
 
-    for place in size:  # those that wait at a time are apart
+    for place in size:  # unread gradients do not overlap
         there = sorted((p.offset, ends(p)) for p in waiting if p.place == place)
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(there))
     aside = None
@@ -107,18 +108,18 @@ def test_what_a_chunk_makes_lies_where_others_were(hidden, wide, more, vocab, sh
             aside = made
             assert made[1] - made[0] <= spare
             continue
-        # Neither its own gradient nor one that still waits lies where its dweight is written.
+        # Neither the chunk's own gradient nor another unread one lies where the chunk's dweight is written.
         there = [p] if p.again else [q for q in waiting if chunks.index(q) >= nth]
         for q in there:
             if q.place == "dweight":
                 assert q.offset >= made[1] or ends(q) <= made[0]
         if p.again and p.place == "dweight":
-            assert p.offset >= made[1]  # and not where dweight is done
+            assert p.offset >= made[1]  # not in finished parts of dweight
     assert aside is None or aside[1] - aside[0] <= max(vocab * 23 // 200 + 64, 192) * room
 
 
 def test_chunks_of_a_llama():
-    """8,192 tokens: at most a ninth of dweight is set aside, and there are few matmuls of each kind."""
+    """With 8,192 tokens the additional buffer is at most 0.116 of dweight, and there are few matmuls of each kind."""
     chunks, spare = _C.overlaid_layout(8192, 4096, 4096, 128_256, 128_256)
     assert len(chunks) <= 6 and spare <= 128_256 * 4096 * 0.116
     least, _ = _C.overlaid_layout(8192, 4096, 4096, 128_256, 64_128)
@@ -144,7 +145,7 @@ def test_overlaid_gradients(device, size, dtype, reduction, share):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @plans
 def test_overlaid_gradients_under_autocast(device, size, reduction, share):
-    """A gradient of weight in float32 has room for those of twice as many classes in bfloat16."""
+    """dweight in float32 has room for bfloat16 gradients of twice as many classes."""
     plan = overlaid(size, share, compute=torch.bfloat16)
     made = head(*size, device=device, bias=True)
 
@@ -161,7 +162,8 @@ def test_overlaid_gradients_under_autocast(device, size, reduction, share):
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("memory", ["fast", "auto", SMALLEST])
 def test_a_bias_is_added_before_logits_are_rounded(device, size, dtype, memory):
-    """Products near 512 and a bias of -512: a product that is rounded by itself is off by as much as a logit."""
+    """With products near 512 and a bias of -512, rounding the product before the addition would be an error of the size
+    of a logit."""
     made = head(*size, dtype=dtype, device=device, bias=True)
     with torch.no_grad():
         made["x"][:, 0] = 1
@@ -199,10 +201,11 @@ def test_frozen_inputs(device, size, needs, share):
 @pytest.mark.parametrize("kind", ["all", "least", "fast", SMALLEST])
 @pytest.mark.parametrize("dtypes", ["fp32", "bf16", "bf16 x", "bf16 weight"])
 def test_the_same_bits_again(device, size, kind, dtypes):
-    """From run to run, with saved tensors that are kept, behind hooks, and where the op itself is called."""
+    """Gradients have the same bits in every run, with retain_graph, with hooks on saved tensors, and for a call of the
+    op itself."""
     x, w = (torch.bfloat16 if dtypes in ("bf16", f"bf16 {name}") else torch.float32 for name in ("x", "weight"))
     memory = {"all": overlaid(size, 1), "least": overlaid(size, 0)}.get(kind, kind)
-    if memory is None or (dtypes == "bf16 weight" and isinstance(memory, Plan)):  # no matmul writes that gradient
+    if memory is None or (dtypes == "bf16 weight" and isinstance(memory, Plan)):  # that plan does not apply
         memory = "auto"
     made = head(*size, dtype=x, weight_dtype=w, device=device, bias=True)
     gradients = functools.partial(torch.autograd.grad, inputs=leaves(made))
@@ -222,13 +225,14 @@ def test_the_same_bits_again(device, size, kind, dtypes):
     output = op(*arguments["fused_linear_cross_entropy"])
     before = [t.clone() for t in output]
     same(gradients(output[0]))
-    bits = [t.detach().reshape(-1).view(torch.uint8) for t in (*output, *before)]  # some are never written
+    bits = [t.detach().reshape(-1).view(torch.uint8) for t in (*output, *before)]  # some outputs are uninitialised
     assert all(torch.equal(a, b) for a, b in zip(bits[: len(output)], bits[len(output) :], strict=True))
 
 
 @pytest.mark.parametrize("memory", [*(overlaid((300, 128, 4098), share) for share in (1, 0.5, 0)), SMALLEST])
 def test_a_gradient_has_memory_of_its_own(device, memory):
-    """What waits in its memory leaves nothing behind: neither a rest, nor a reference."""
+    """A gradient whose memory held gradients of logits owns exactly its own bytes, and no other tensor refers to
+    them."""
     made = head(300, 128, 4098, dtype=torch.bfloat16, device=device)
     ran = calls(loss_of(made, memory).backward)
     assert "fused_linear_cross_entropy_backward_" in ran and "fused_linear_cross_entropy_backward" not in ran
@@ -240,7 +244,7 @@ def test_a_gradient_has_memory_of_its_own(device, memory):
 
 
 def test_many_rows_of_sums_are_narrowed(device):
-    """More than are made at a time, of a vocabulary that halves, and of one that does not."""
+    """The conversion of sums runs in several parts, for an even and an odd vocabulary."""
     for vocab in (1024, 1025):
         judge(
             "fused_linear_cross_entropy",
@@ -264,7 +268,7 @@ def test_a_checkpoint_around_it(device, memory):
 
 @pytest.mark.parametrize("memory", memories((300, 128, 515)))
 def test_many_gradients_at_once(device, memory):
-    """torch.autograd.grad(is_grads_batched=True) runs the backward under vmap, which writes nothing in place."""
+    """torch.autograd.grad(is_grads_batched=True) runs the backward under vmap, where in-place writes are impossible."""
     made = head(300, 128, 515, device=device)
     loss = loss_of(made, memory)
     (found,) = torch.autograd.grad(loss, made["weight"], torch.tensor([1.0, 3.0], device=device), is_grads_batched=True)
@@ -273,7 +277,8 @@ def test_many_gradients_at_once(device, memory):
 
 
 def test_a_narrower_compute_dtype_than_float64(device):
-    """Of the op itself: sums in float32 would not fill the memory of a gradient in float64."""
+    """The op rejects compute_dtype=float32 with float64 inputs: sums in float32 would not fill the memory of a float64
+    gradient."""
     if device.type == "cuda":
         pytest.skip("float64 works on the CPU only")
     x, weight = torch.randn(4, 3).double(), torch.randn(5, 3).double()
@@ -294,7 +299,8 @@ def test_unknown_levels(device):
 
 
 def test_what_cannot_be_overlaid(device):
-    """A frozen weight, a weight of another dtype, no rows, too few classes stored: each is said."""
+    """The op rejects an overlaid plan with a frozen weight, a weight of another dtype, no rows, or too few stored
+    classes."""
     op = torch.ops.liger_ext.fused_linear_cross_entropy
 
     def call(rows, hidden, dtype=torch.float32, need_dweight=True, stored=150):

@@ -1,5 +1,5 @@
-"""A few thousand calls of the fuzz test (``make fuzz``), and that it finds what is wrong: ops that are broken here on
-purpose, and a process that dies."""
+"""Tests of the fuzz test (``make fuzz``): a few thousand calls have no findings, and broken ops and a crashing process
+are found."""
 
 import resource
 
@@ -74,7 +74,7 @@ BROKEN = {
 
 @pytest.fixture
 def limited_memory():
-    """As in the fuzz test's own processes: calls ask for more than any machine should give."""
+    """Limits memory as the fuzz test's processes do, because calls request more memory than a machine has."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     worker.limit_memory()
     yield

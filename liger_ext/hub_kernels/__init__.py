@@ -1,7 +1,7 @@
 """Layers for Hugging Face's package `kernels`, which loads this folder as a local kernel: `use_kernels=True`.
 
-`kernels` replaces the `forward` of modules whose class transformers has registered by the name of a layer. It imports
-this folder by its path, reads metadata.json, and takes `layers` of what it has imported.
+`kernels` replaces the `forward` of modules whose class transformers has registered with a layer's name. It imports
+this folder by its path, reads metadata.json, and uses the classes in `layers`.
 """
 
 from torch import nn
@@ -10,7 +10,7 @@ from liger_ext.hub_kernels import layers
 
 __all__ = ["layers", "mapping"]
 
-_LAYERS = {  # by the name that transformers registers
+_LAYERS = {  # layers by the names that transformers registers
     "RMSNorm": layers.RMSNorm,
     "RMSNormZeroCentered": layers.RMSNorm,
     "rotary_pos_emb": layers.RotaryPosEmb,
@@ -20,12 +20,12 @@ _LAYERS = {  # by the name that transformers registers
 
 
 def mapping(model: nn.Module) -> dict[str, str]:
-    """What `transformers.KernelConfig(..., use_local_kernel=True)` takes: those layers that `model` has registered.
+    """Returns the first argument of `transformers.KernelConfig(..., use_local_kernel=True)`: the layers for `model`.
 
     Raises:
-        ValueError: it has none.
+        ValueError: transformers has registered none of these layers for a module of `model`.
     """
-    from transformers import KernelConfig  # of transformers 5
+    from transformers import KernelConfig  # exists since transformers 5
 
     config = KernelConfig()
     config.store_registered_layer_names(model)

@@ -1,7 +1,8 @@
-"""The layers: each does what the `forward` does that it replaces, or calls it where that is not known.
+"""Layers with which the package `kernels` replaces the `forward` of transformers' modules.
 
-`kernels` binds a layer's `forward` to the module of transformers: `self` is that module, and `type(self)` the class,
-whose code `liger_ext.models.recognise` recognises. A layer may define a `forward`, and whether torch.compile takes it.
+`kernels` binds a layer's `forward` to a module of transformers: `self` is that module, and `type(self)` is its class.
+If `liger_ext.models.recognise` knows the class's code, the layer computes the same with liger_ext's ops; otherwise it
+calls the class's `forward`. `kernels` permits two members in a layer: `forward`, and `can_torch_compile`.
 """
 
 import functools
@@ -19,7 +20,7 @@ from liger_ext.ops._compile import assume_constant_result
 
 
 class RMSNorm(nn.Module):
-    """Llama's, OLMo 2's, or Gemma's with the factor 1 + weight: whichever the module's class computes."""
+    """RMSNorm as the module's class computes it: Llama's, OLMo 2's, or Gemma's with the factor 1 + weight."""
 
     can_torch_compile = True
 
@@ -33,8 +34,8 @@ class RMSNorm(nn.Module):
 
 
 class MLP(nn.Module):
-    """Gate and up are projections of their own, and the activation is SiLU or GELU. The projections are called: they
-    may have adapters or quantised weights."""
+    """An MLP with separate gate and up projections and SiLU or GELU. It calls the projections' modules, which may have
+    adapters or quantised weights."""
 
     can_torch_compile = True
 
@@ -53,7 +54,7 @@ class MLP(nn.Module):
 
 
 class RotaryPosEmb(nn.Module):
-    """In the layout of the function that it replaces, of which `kernels` has made a module."""
+    """The rotary embedding, in the layout of the replaced function, which `kernels` has wrapped in a module."""
 
     can_torch_compile = True
 
@@ -71,8 +72,8 @@ _KINDS = (*_NORMS, mlp.MLP)
 
 
 def _kind(cls: type[nn.Module]) -> type | None:
-    """Which of `_KINDS` does what `cls` does; `cls.liger_patch` is then its patch. None of a patch, which does
-    it itself."""
+    """Returns the class of `_KINDS` that computes the same as `cls`, and sets `cls.liger_patch` to the patch of `cls`.
+    None if there is no such class, or if `cls` is itself a patch of liger_ext."""
     number = _number(cls)
     return None if number is None else _KINDS[number]
 
@@ -84,7 +85,7 @@ def _find_number(cls: type[nn.Module]) -> int | None:
     patch = patch_of(cls)
     is_ours = patch is not None and patch.__bases__[0] in _KINDS
     if not is_ours or getattr(patch, "BEFORE_DOWN", None) or getattr(patch, "FACTOR", None):
-        warn(f"{cls.__name__}: no layer of liger_ext is for this code, and its own forward runs")
+        warn(f"{cls.__name__}: liger_ext has no layer for this code, so the class's own forward runs")
         return None
     cls.liger_patch = patch
     return _KINDS.index(patch.__bases__[0])
@@ -97,7 +98,7 @@ def _find_rope(cls: type[nn.Module]) -> bool:
     return rope is not None
 
 
-# torch.compile can look neither into these nor past `functools.cache`, and takes numbers alone as results.
+# torch.compile cannot trace these functions or `functools.cache`, and it accepts only numbers as constant results.
 @assume_constant_result
 def _number(cls: type[nn.Module]) -> int | None:
     return _find_number(cls)
@@ -105,5 +106,6 @@ def _number(cls: type[nn.Module]) -> int | None:
 
 @assume_constant_result
 def _has_rope(cls: type[nn.Module]) -> bool:
-    """Whether `cls.liger_rope` does what the function does of which `kernels` has made `cls`."""
+    """Sets `cls.liger_rope` to the op for the function that `kernels` has wrapped in `cls`. Returns whether there is
+    one."""
     return _find_rope(cls)

@@ -1,16 +1,16 @@
-"""Makes liger_ext answer to the name ``liger_kernel``, for code that was written for Liger-Kernel.
+"""Provides modules named ``liger_kernel`` that run liger_ext, for code that was written for Liger-Kernel.
 
-`install` adds a finder to Python's imports. The finder makes a module of ``MODULES`` when somebody imports it. All of
-them have the same names:
+`install` adds a finder to Python's imports. The finder creates a module of ``MODULES`` when it is imported. Every
+module has the same names:
 
 - the classes and functions of ``liger_ext``;
 - names that only Liger-Kernel has, from ``chunked_loss.py``, ``ops.py``, ``transformers.py`` and ``utils.py`` beside
   this file;
-- placeholders for all other names that begin as Liger-Kernel's do. They can be imported, since callers import all that
-  they may use, and raise when they are called.
+- placeholders for all other names with Liger-Kernel's prefixes. Callers import every name that they may use, so a
+  placeholder can be imported, and raises an error when it is called.
 
-Other names are absent: ``hasattr`` is False, and an import raises an error that names liger_ext. The finder raises it.
-Every module counts as a package, so ``from module import name`` asks the finder for ``module.name``.
+Other names are absent: ``hasattr`` is False, and the finder raises an import error that names liger_ext. Every module
+is a package, so ``from module import name`` has Python ask the finder for ``module.name``.
 docs/liger_kernel_names.md lists the names that work.
 """
 
@@ -26,7 +26,7 @@ from liger_ext.models.model_types import FUNCTION_OF
 from liger_ext.models.patching.swap import PatchHandle
 
 NAME = "liger_kernel"
-# Upstream's version whose names and arguments these are.
+# The version of Liger-Kernel whose names and arguments these modules have.
 UPSTREAM_VERSION = "0.8.5"
 
 _OPS = """cross_entropy fused_add_rms_norm fused_linear_cross_entropy geglu group_norm jsd layer_norm relu_squared
@@ -54,7 +54,7 @@ _OF_LIGER_KERNEL = ("Liger", "liger_", "apply_")
 _PUBLIC = frozenset(name for name in liger_ext.__all__ if name.startswith((*_OF_LIGER_KERNEL, "CrossEntropyOutput")))
 _PATCHES = frozenset(f"apply_liger_kernel_to_{model_type}" for model_type in FUNCTION_OF)
 _LOSSES = "CPO DPO GRPO KTO ORPO SimPO"
-_FILES = {  # which of the files beside this one has a name
+_FILES = {  # the names in each file beside this one
     "chunked_loss": " ".join(
         f"LigerFusedLinear{loss}Function LigerFusedLinear{loss}Loss liger_fused_linear_{loss.lower()}"
         for loss in _LOSSES.split()
@@ -77,11 +77,11 @@ _FILE_OF = {name: file for file, names in _FILES.items() for name in names.split
 
 _WE = f"liger_ext, which answers to the name {NAME} here (liger_ext.compat.install()), has"
 
-_installed = 0  # by how many handles
+_installed = 0  # the number of active handles
 
 
 def install() -> PatchHandle:
-    """See `liger_ext.compat.install`."""
+    """Implements `liger_ext.compat.install`."""
     global _installed
     if not _installed:
         found = importlib.util.find_spec(NAME)
@@ -109,14 +109,14 @@ def _uninstall() -> None:
 
 
 class _Finder(importlib.metadata.DistributionFinder):
-    """Finds the modules, and the distribution by which older versions of transformers look for the package."""
+    """Finds the modules, and the distribution, which older versions of transformers read to find the package."""
 
     def find_spec(self, name: str, *_) -> importlib.machinery.ModuleSpec | None:
         if name.partition(".")[0] != NAME:
             return None
         if name not in MODULES:
-            # `name=NAME`, and not the missing name: `from module import missing` would hide such an error.
-            raise ModuleNotFoundError(f"{_WE} no {name}. docs/liger_kernel_names.md lists what it has.", name=NAME)
+            # `name=NAME`, since `from module import missing` suppresses an error whose name is the missing module's.
+            raise ModuleNotFoundError(f"{_WE} no {name}. docs/liger_kernel_names.md lists its names.", name=NAME)
         spec = importlib.machinery.ModuleSpec(name, _Loader(), origin="liger_ext.compat", is_package=True)
         spec.submodule_search_locations = []
         return spec
@@ -170,9 +170,9 @@ def _find(module: str, name: str) -> object:
 
 
 def _absent(module: str, name: str) -> type:
-    advice = "Call what PyTorch has in its place. If a trainer has called it, set its use_liger_kernel to False"
+    advice = "Call PyTorch's function instead. If a trainer has called it, set the trainer's use_liger_kernel to False"
     if name.startswith("apply_"):
-        advice = "liger_ext.apply_liger_kernel_to_instance(model) patches what is known of any model"
+        advice = "liger_ext.apply_liger_kernel_to_instance(model) patches the known parts of any model"
 
     def refuse(*_, **__):
         raise NotImplementedError(f"{_WE} no {name}. {advice}")
@@ -190,7 +190,7 @@ class _Distribution(importlib.metadata.Distribution):
 
 
 def _set_available(available: bool) -> None:
-    """Others look for the package once, and keep the answer."""
+    """Updates libraries that have looked for the package once and cached the result."""
     for name in ("transformers.utils.import_utils", "trl.import_utils", "accelerate.utils.imports"):
         module = sys.modules.get(name)
         if hasattr(module, "_liger_kernel_available"):

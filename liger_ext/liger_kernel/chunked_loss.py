@@ -1,7 +1,7 @@
-"""Names of ``liger_kernel.chunked_loss``: losses as classes with ``apply``, and as functions.
+"""The names of ``liger_kernel.chunked_loss``: losses as classes with ``apply``, and as functions.
 
-Each takes upstream's positional arguments and returns the loss and a tuple of further results, as the module of
-``liger_ext.losses`` that computes it.
+Each takes Liger-Kernel's positional arguments, calls a module of ``liger_ext.losses``, and returns that module's
+results: the loss and a tuple of further results.
 """
 
 from torch import Tensor
@@ -41,7 +41,7 @@ class LigerFusedLinearDPOFunction:
         discopop_tau: float = 0.05,
         alpha: float = 1.0,
     ) -> _Results:
-        """:class:`liger_ext.losses.LigerFusedLinearDPOLoss`."""
+        """Calls :class:`liger_ext.losses.LigerFusedLinearDPOLoss`."""
         loss = losses.LigerFusedLinearDPOLoss(
             ignore_index, beta, alpha, compute_nll_loss, compiled, use_ref_model, average_log_prob, chunk_size,
             loss_type, label_smoothing, discopop_tau,
@@ -63,7 +63,7 @@ class LigerFusedLinearORPOFunction:
         compiled: bool = True,
         chunk_size: int = 1,
     ) -> _Results:
-        """:class:`liger_ext.losses.LigerFusedLinearORPOLoss`."""
+        """Calls :class:`liger_ext.losses.LigerFusedLinearORPOLoss`."""
         loss = losses.LigerFusedLinearORPOLoss(ignore_index, beta, compute_nll_loss, compiled, chunk_size)
         return loss(weight, _input, target, bias, nll_target)
 
@@ -84,7 +84,7 @@ class LigerFusedLinearCPOFunction:
         average_log_prob: bool = False,
         chunk_size: int = 1,
     ) -> _Results:
-        """:class:`liger_ext.losses.LigerFusedLinearCPOLoss`."""
+        """Calls :class:`liger_ext.losses.LigerFusedLinearCPOLoss`."""
         loss = losses.LigerFusedLinearCPOLoss(
             ignore_index, beta, alpha, label_smoothing, compute_nll_loss, compiled, average_log_prob, chunk_size
         )
@@ -107,7 +107,7 @@ class LigerFusedLinearSimPOFunction:
         gamma: float = 0.5,
         chunk_size: int = 1,
     ) -> _Results:
-        """:class:`liger_ext.losses.LigerFusedLinearSimPOLoss`, whose compute_nll_loss has another default."""
+        """Calls :class:`liger_ext.losses.LigerFusedLinearSimPOLoss`, where compute_nll_loss has another default."""
         loss = losses.LigerFusedLinearSimPOLoss(
             ignore_index, beta, alpha, label_smoothing, compute_nll_loss, compiled, gamma, chunk_size
         )
@@ -133,7 +133,7 @@ class LigerFusedLinearKTOFunction:
         average_log_prob: bool = False,
         chunk_size: int = 1,
     ) -> _Results:
-        """:class:`liger_ext.losses.LigerFusedLinearKTOLoss`, whose use_ref_model has another default."""
+        """Calls :class:`liger_ext.losses.LigerFusedLinearKTOLoss`, where use_ref_model has another default."""
         loss = losses.LigerFusedLinearKTOLoss(ignore_index, beta, compiled, use_ref_model, average_log_prob, chunk_size)
         return loss(_input, weight, target, bias, preference_labels, ref_input, ref_weight, ref_bias, kl)
 
@@ -173,7 +173,7 @@ class LigerFusedLinearGRPOFunction:
         vespo_lambda_neg: float = 2.0,
         num_items_in_batch: Tensor | float | None = None,
     ) -> _Results:
-        """:class:`liger_ext.losses.LigerFusedLinearGRPOLoss`."""
+        """Calls :class:`liger_ext.losses.LigerFusedLinearGRPOLoss`."""
         loss = losses.LigerFusedLinearGRPOLoss(
             beta, compiled, use_ref_model, chunk_size, epsilon_low, epsilon_high, loss_type, max_completion_length,
             importance_sampling_level, sapo_temperature_pos, sapo_temperature_neg, float(temperature), delta,

@@ -1,9 +1,9 @@
-"""Names of ``liger_kernel.ops`` that liger_ext itself does not have: ops as classes with ``apply``, and helpers that
-other packages import for their own Triton kernels.
+"""The names of ``liger_kernel.ops`` that liger_ext itself does not have: ops as classes with ``apply``, and helpers
+that other packages import for their own Triton kernels.
 
-Each ``apply`` takes upstream's positional arguments and returns what upstream's returns. ``in_place``, ``row_mode`` and
-what chooses among upstream's kernels have no effect: no argument is ever written. The classes are no
-``torch.autograd.Function``: the ops of ``torch.ops.liger_ext`` record themselves.
+Each ``apply`` takes Liger-Kernel's positional arguments and returns the same results. Arguments that select a kernel
+(``row_mode``, ``ce_impl``, ...) and ``in_place`` have no effect: no input is ever written. The classes are not derived
+from ``torch.autograd.Function``, since the ops of ``torch.ops.liger_ext`` have autograd formulas.
 """
 
 import functools
@@ -33,7 +33,8 @@ class LigerCrossEntropyFunction:
         return_token_accuracy: bool = False,
         return_predicted_tokens: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """:func:`liger_ext.functional.cross_entropy`; z_loss, token_accuracy and predicted_tokens may be None."""
+        """Calls :func:`liger_ext.functional.cross_entropy`. Returns loss, z_loss, token_accuracy and predicted_tokens;
+        a result without its option is None."""
         return _four(
             functional.cross_entropy(
                 _input, target, weight, ignore_index, reduction, label_smoothing, lse_square_scale, softcap,
@@ -64,7 +65,8 @@ class LigerFusedLinearCrossEntropyFunction:
         ce_mode: str | None = None,
         chunk_mem_const: int = 1,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """:func:`liger_ext.functional.fused_linear_cross_entropy`; all results but the loss may be None."""
+        """Calls :func:`liger_ext.functional.fused_linear_cross_entropy`. Returns loss, z_loss, token_accuracy and
+        predicted_tokens; a result without its option is None."""
         return _four(
             functional.fused_linear_cross_entropy(
                 _input, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction,
@@ -88,7 +90,7 @@ class LigerRMSNormFunction:
         in_place: bool = True,
         row_mode: bool | None = None,
     ) -> Tensor:
-        """:func:`liger_ext.functional.rms_norm`."""
+        """Calls :func:`liger_ext.functional.rms_norm`."""
         return functional.rms_norm(X, W, eps, offset, casting_mode)
 
 
@@ -103,14 +105,14 @@ class LigerFusedAddRMSNormFunction:
         casting_mode: str | int = "llama",
         in_place: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """:func:`liger_ext.functional.add_rms_norm`."""
+        """Calls :func:`liger_ext.functional.add_rms_norm`."""
         return functional.add_rms_norm(X, R, W, eps, offset, casting_mode)
 
 
 class LigerFusedGateUpSiLUMulFunction:
     @staticmethod
     def apply(y: Tensor, in_place: bool = False) -> Tensor:
-        """:func:`liger_ext.functional.swiglu_packed`."""
+        """Calls :func:`liger_ext.functional.swiglu_packed`."""
         return functional.swiglu_packed(y)
 
 
@@ -125,7 +127,7 @@ class LigerJSDFunction:
         jsd_impl: str | None = None,
         jsd_mode: str | None = None,
     ) -> Tensor:
-        """:func:`liger_ext.functional.jsd`."""
+        """Calls :func:`liger_ext.functional.jsd`."""
         return functional.jsd(_input, target, shift_labels, beta, ignore_index)
 
 
@@ -141,8 +143,9 @@ class LigerFusedLinearScaledCrossEntropyFunction:
         return_entropy: bool = False,
         selected_token_ids: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
-        """The negative of :func:`liger_ext.functional.linear_log_probs`; the entropy, in the dtype of _input; and
-        ``(rows, ids)``, the log-probabilities of ``selected_token_ids``. All have gradients."""
+        """Returns the negative of :func:`liger_ext.functional.linear_log_probs`; with ``return_entropy`` also the
+        entropy, in the dtype of _input; and with ``selected_token_ids`` their log-probabilities, ``(rows, ids)``. All
+        are differentiable."""
         found = functional.linear_log_probs(
             _input, weight, target, temperature=temperature, ignore_index=ignore_index, entropy=return_entropy
         )
@@ -157,7 +160,7 @@ class LigerFusedLinearScaledCrossEntropyFunction:
 
 
 def _function(name: str, function: Callable) -> type:
-    """A class whose ``apply`` is a function that has upstream's arguments already."""
+    """Returns a class whose ``apply`` is ``function``, which has Liger-Kernel's arguments."""
     return type(name, (), {"apply": staticmethod(function), "__module__": __name__, "__doc__": function.__doc__})
 
 
@@ -173,8 +176,8 @@ LigerSoftmaxFunction = _function("LigerSoftmaxFunction", functional.softmax)
 def _refused(name: str) -> Callable:
     def refuse(*_, **__):
         raise NotImplementedError(
-            f"{name} is there to be replaced (axolotl excludes it from torch.compile): liger_ext, which answers to the "
-            "name liger_kernel, has no such step. Call liger_ext.fused_linear_cross_entropy"
+            f"{name} exists only to be replaced (axolotl excludes it from torch.compile) and cannot be called in "
+            "liger_ext, which provides the module liger_kernel. Call liger_ext.fused_linear_cross_entropy"
         )
 
     refuse.__name__ = refuse.__qualname__ = name
@@ -186,11 +189,11 @@ fused_linear_cross_entropy_backward = _refused("fused_linear_cross_entropy_backw
 
 
 def apply_liger_triton_cache_manager() -> None:
-    """Does nothing: liger_ext compiles no Triton kernels, and their cache may stay as it is."""
+    """Does nothing: liger_ext compiles no Triton kernels, so their cache need not be changed."""
 
 
 def ensure_contiguous(function: Callable) -> Callable:
-    """A decorator of an autograd.Function's methods: they get contiguous tensors."""
+    """Decorates a method of an autograd.Function: makes its tensor arguments contiguous."""
 
     def contiguous(value: Any) -> Any:
         return value.contiguous() if isinstance(value, Tensor) else value
@@ -203,7 +206,7 @@ def ensure_contiguous(function: Callable) -> Callable:
 
 
 def calculate_settings(n: int) -> tuple[int, int]:
-    """The block size, a power of two, and the number of warps of a Triton kernel for rows of ``n`` elements.
+    """Returns the block size, a power of two, and the number of warps of a Triton kernel for rows of ``n`` elements.
 
     Raises:
         RuntimeError: ``n`` is over 65,536.
@@ -216,7 +219,7 @@ def calculate_settings(n: int) -> tuple[int, int]:
 
 
 def compare_version(package: str, operator: Callable[[Version, Version], bool], target: str) -> bool:
-    """``operator(version of package, target)``; False where the package cannot be imported."""
+    """Returns ``operator(version of package, target)``; False if the package cannot be imported."""
     try:
         module = importlib.import_module(package)
     except ImportError:

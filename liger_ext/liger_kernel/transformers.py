@@ -1,9 +1,10 @@
-"""Names of ``liger_kernel.transformers`` that liger_ext itself does not have: patch functions with Liger-Kernel's
+"""The names of ``liger_kernel.transformers`` that liger_ext itself does not have: patch functions with Liger-Kernel's
 behaviour, and the loss for forward functions that callers write themselves.
 
-A patch function here takes None for a switch that is off, has upstream's signature (callers read it), and gives models
-whose ``output.logits`` is None where no logits were computed (`modules.as_liger_kernel` there). A model that is patched
-already keeps its options, and the log (``logging.getLogger("liger_ext")``) says so.
+A patch function of this file differs from ``liger_ext``'s in four points. It accepts None for a switch that is off. It
+has Liger-Kernel's signature, since callers inspect it. A model that it has patched returns None as ``output.logits`` if
+no logits were computed (``models.modules.as_liger_kernel``). For a model that is already patched, the old options stay,
+and a message is logged (``logging.getLogger("liger_ext")``).
 """
 
 import functools
@@ -34,11 +35,12 @@ def _of_family(family: str) -> Callable[..., PatchHandle]:
 
 
 def patch_function(name: str) -> Callable[..., PatchHandle]:
-    """The function called ``apply_liger_kernel_to_<model type>``; for a part of a model, that of the whole."""
+    """Returns the function ``apply_liger_kernel_to_<model type>``. For the type of a part of a model, it returns the
+    function of the whole model."""
     return _of_family(FUNCTION_OF[name.removeprefix("apply_liger_kernel_to_")])
 
 
-# Callers look model types up, and may add functions of their own.
+# Callers look up model types in this table, and may add functions.
 MODEL_TYPE_TO_APPLY_LIGER_FN = {model_type: _of_family(family) for model_type, family in FUNCTION_OF.items()}
 
 
@@ -47,12 +49,12 @@ def _function_of(model_type: str) -> Callable[..., PatchHandle]:
 
 
 def _apply_liger_kernel(model_type: str, **options) -> PatchHandle:
-    """:func:`liger_ext.apply_liger_kernel`."""
+    """Calls the patch function of a model type, as :func:`liger_ext.apply_liger_kernel`."""
     return auto.patch_type(model_type, options, MODEL_TYPE_TO_APPLY_LIGER_FN, _function_of)
 
 
 def _apply_liger_kernel_to_instance(model: nn.Module, **options) -> PatchHandle:
-    """:func:`liger_ext.apply_liger_kernel_to_instance`."""
+    """Patches a model, as :func:`liger_ext.apply_liger_kernel_to_instance`."""
     return auto.patch_instance(model, options, MODEL_TYPE_TO_APPLY_LIGER_FN, _function_of)
 
 
@@ -73,16 +75,17 @@ def LigerForCausalLMLoss(
     return_predicted_tokens: bool = False,
     **kwargs,
 ) -> Tensor | CrossEntropyOutput:
-    """The loss of the logits ``hidden_states @ lm_head_weight.T``, which are not computed as a whole.
+    """Computes the loss of the logits ``hidden_states @ lm_head_weight.T``, with the logits in chunks.
 
     Args:
         hidden_states: ``[..., hidden_size]``.
         lm_head_weight: ``[vocab_size, hidden_size]``.
-        labels: ``[...]`` int64; each position is judged by its successor's label.
-        shift_labels: ``[...]`` int64, labels shifted already; ``labels`` is not read then.
-        num_items_in_batch: what the summed loss is divided by. None: the number of targets that are not ignored.
+        labels: ``[...]`` int64; the target of a position is the label of the next position.
+        shift_labels: ``[...]`` int64, labels that are already shifted; then ``labels`` is not read.
+        num_items_in_batch: the divisor of the summed loss. None: the number of targets that are not ignored.
         final_logit_softcapping: ``softcap`` of :func:`liger_ext.functional.fused_linear_cross_entropy`.
-        kwargs: its options by their names; others, which callers hand on from a model's forward, have no effect.
+        kwargs: more options of fused_linear_cross_entropy, by name. Other arguments, which callers pass on from a
+            model's forward, have no effect.
 
     Returns:
         The loss; with a ``return_*`` option a :class:`CrossEntropyOutput`.

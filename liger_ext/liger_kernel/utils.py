@@ -1,4 +1,4 @@
-"""The functions of ``liger_kernel.utils``."""
+"""The functions of ``liger_kernel.utils``: checks of the installed packages, devices and versions."""
 
 import importlib.metadata
 import importlib.util
@@ -19,22 +19,22 @@ def is_hip() -> bool:
 
 
 def is_npu_available() -> bool:
-    """False: liger_ext has no kernels for Ascend."""
+    """Returns False: liger_ext has no kernels for Ascend."""
     return False
 
 
 def infer_device() -> str:
-    """``"cuda"``, which means AMD's GPUs too, or ``"cpu"``."""
+    """Returns ``"cuda"``, also for AMD's GPUs, or ``"cpu"``."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def infer_comm_backend() -> str:
-    """The backend of torch.distributed for this machine: ``"nccl"``, or ``"gloo"``."""
+    """Returns the backend of torch.distributed for this machine: ``"nccl"`` or ``"gloo"``."""
     return "nccl" if torch.distributed.is_nccl_available() and torch.cuda.is_available() else "gloo"
 
 
 def get_total_gpu_memory() -> int:
-    """The memory of the first GPU, in GiB.
+    """Returns the memory of the first GPU, in GiB.
 
     Raises:
         RuntimeError: there is no GPU.

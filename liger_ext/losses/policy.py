@@ -1,4 +1,4 @@
-"""Losses of policy-gradient RL over log-probabilities of tokens: GRPO and its relatives."""
+"""Losses of policy-gradient RL, computed from log-probabilities of tokens: GRPO and its variants."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CLIPPED = "grpo", "bnpo", "dr_grpo", "dapo", "luspo"
 _TYPES = (*_CLIPPED, "cispo", "sapo", "vespo")
 _LARGEST_LOG, _LEAST_LOG = 20.0, math.log(1e-8)  # of VESPO's weights
 _FINITE = (
-    80.0  # the largest logarithm of a ratio: float32 holds its exponential, which the gradient of a clipped one is 0 of
+    80.0  # bound of a ratio's logarithm: exp(80) is finite in float32. With inf a clipped ratio's gradient would be NaN
 )
 
 
@@ -24,8 +24,8 @@ class GRPOOutput(NamedTuple):
     """Results of :func:`grpo_loss`. Only ``loss`` has a gradient."""
 
     loss: Tensor
-    kl: Tensor | None  # mean over tokens of the divergence from the reference; None without one
-    clip_ratio: Tensor  # share of the tokens whose ratio is outside the clipping range on the side that has an effect
+    kl: Tensor | None  # mean divergence from the reference over tokens; None if beta is 0
+    clip_ratio: Tensor  # share of the tokens whose ratio is clipped, and whose loss the clipping changes
 
 
 def grpo_loss(
@@ -55,9 +55,9 @@ def grpo_loss(
     entropy: Tensor | None = None,
     entropy_coef: float = 0.0,
 ) -> GRPOOutput:
-    """Group relative policy optimisation (Shao et al., arXiv:2402.03300) and its relatives.
+    """Computes the loss of group relative policy optimisation (Shao et al., arXiv:2402.03300) or of a variant.
 
-    With the ratio ``r = exp(log_probs - old_log_probs)`` (without old ones ``r`` is 1 and has the gradient of
+    With the ratio ``r = exp(log_probs - old_log_probs)`` (without old_log_probs ``r`` is 1 and has the gradient of
     log_probs) and the advantage ``A``, the loss of a token is, by ``loss_type``:
 
     - grpo, bnpo, dr_grpo (arXiv:2503.20783), dapo (arXiv:2503.14476), luspo (arXiv:2602.05261):
@@ -67,8 +67,8 @@ def grpo_loss(
     - vespo (arXiv:2602.10693): ``-phi * A * log_probs``, ``phi = exp(l + k * log(W) - l * W)`` without gradient,
       ``W`` the product of the sequence's ratios, ``k`` and ``l`` by the sign of A
 
-    times ``sampling_ratio``, plus ``beta * kl`` with ``kl = exp(q) - q - 1``, ``q = ref_log_probs - log_probs`` (the
-    estimator k3). Its reduction, where a sequence has ``n`` tokens:
+    It is multiplied by ``sampling_ratio``. Then ``beta * kl`` is added, with ``kl = exp(q) - q - 1`` and
+    ``q = ref_log_probs - log_probs`` (the estimator k3). The reduction over sequences of ``n`` tokens is:
 
     - grpo, sapo: the mean over sequences of ``sum over tokens / n``
     - bnpo: ``sum over tokens / sum of n``
@@ -79,30 +79,30 @@ def grpo_loss(
     Args:
         log_probs: ``(sequences, tokens)``, of the policy.
         advantages: ``(sequences,)`` or ``(sequences, tokens)``, without gradients.
-        mask: ``(sequences, tokens)``, the tokens of completions, bool or numbers. What other tensors hold where it is 0
-            has no effect, not even NaN.
-        old_log_probs, ref_log_probs: those of the policy that sampled, and of the reference, without gradients.
-        beta: weight of the divergence from the reference; more than 0 needs ref_log_probs.
+        mask: ``(sequences, tokens)``, the tokens of completions, bool or numbers. Where it is 0, the values of the
+            other tensors have no effect, even if they are NaN.
+        old_log_probs, ref_log_probs: of the policy that sampled the tokens, and of the reference, without gradients.
+        beta: weight of the divergence from the reference; more than 0 requires ref_log_probs.
         epsilon_low, epsilon_high: the clipping range; for cispo epsilon_high is the largest ratio.
         delta: bound of the ratio where the advantage is negative (arXiv:2505.07291), or None.
-        importance_sampling_level: "token", or "sequence" (GSPO, arXiv:2507.18071): then r is one of each sequence, the
+        importance_sampling_level: "token", or "sequence" (GSPO, arXiv:2507.18071): then a sequence has one r, the
             exponential of the mean of its tokens' log-ratios. Not for cispo, sapo and vespo.
         sampling_ratio: ``(sequences,)``, ``(sequences, 1)`` or ``(sequences, tokens)``: a correction for another
             sampler (vLLM's importance ratio). For vespo it is a factor of W.
         use_bias_correction_kl: multiply kl by r (DeepSeek-V3.2).
-        max_completion_length: of dr_grpo, which needs it.
-        normalizer: of dapo, cispo and vespo, a number or a tensor of one; None: the sum of mask, at least 1. Where
-            several processes share a batch: their tokens divided by their number.
-        policy_mask: broadcasts to the shape of mask: tokens whose loss counts, apart from kl
+        max_completion_length: required for dr_grpo.
+        normalizer: for dapo, cispo and vespo, a number or a tensor of one element; None: the sum of mask, at least 1.
+            If several processes share a batch: the number of all tokens divided by the number of processes.
+        policy_mask: broadcasts to the shape of mask: the tokens that keep the loss without kl
             (:func:`high_entropy_mask`), as bool or as weights. None: all.
-        entropy: ``(sequences, tokens)``, of the policy; the loss becomes ``loss - entropy_coef * mean(entropy)``, the
-            mean over the tokens of mask and policy_mask.
+        entropy: ``(sequences, tokens)``, of the policy. The loss becomes ``loss - entropy_coef * mean(entropy)``, with
+            the mean over the tokens of mask and policy_mask.
 
     Returns:
         :class:`GRPOOutput`.
 
     Raises:
-        ValueError: an unknown type or level; a tensor's shape; an option that needs another.
+        ValueError: an unknown type or level; a tensor of the wrong shape; an option without the option it requires.
     """
     _check(locals())
     dtype = torch.promote_types(log_probs.dtype, torch.float32)
@@ -115,7 +115,7 @@ def grpo_loss(
     if importance_sampling_level == "sequence":
         log_ratio = ((log_ratio * mask).sum(-1) / mask.sum(-1).clamp(min=1)).unsqueeze(-1)
     log_ratio = log_ratio.clamp(max=_FINITE)
-    # Without an advantage the ratio has no effect, and may be that of a log-probability that nobody computed.
+    # With advantage 0 the ratio has no effect, and the log-probability may not have been computed (grpo_targets).
     ratio = torch.where(advantages != 0, log_ratio, 0.0).exp()
     if sampling_ratio is not None:
         sampling_ratio = _where_valid(valid, sampling_ratio.detach(), 1.0)
@@ -168,7 +168,7 @@ def grpo_loss(
 
 
 def _where_valid(valid: Tensor, t: Tensor, other: float) -> Tensor:
-    """``(sequences, 1)`` or ``(sequences, tokens)``; ``other`` where no token counts."""
+    """Returns t as ``(sequences, 1)`` or ``(sequences, tokens)``, with ``other`` where no token is valid."""
     t = t.unsqueeze(1) if t.dim() == 1 else t
     return torch.where(valid if t.shape[1] == valid.shape[1] else valid.any(1, keepdim=True), t, other)
 
@@ -192,23 +192,24 @@ def grpo_targets(
     every_token: bool = False,
     ignore_index: int = -100,
 ) -> Tensor:
-    """The targets of :func:`liger_ext.functional.linear_log_probs` for :func:`grpo_loss`: where neither the loss nor
-    its gradient depends on a token (it is masked, or its advantage is 0), the target is ignored.
+    """Returns the targets of :func:`liger_ext.functional.linear_log_probs` for :func:`grpo_loss`.
 
-    Counted before the model runs (``rows=count_rows(targets)``), such tokens cost no matmul in the head.
+    The target of a token is ignore_index if neither the loss nor its gradient depends on the token: it is masked, or
+    its advantage is 0. With ``rows=count_rows(targets)``, called before the model runs, the head runs no matmul for
+    these tokens.
 
     Args:
         token_ids, mask: ``(sequences, tokens)``.
         advantages: ``(sequences,)`` or ``(sequences, tokens)``.
-        loss_type, importance_sampling_level: as of grpo_loss.
-        every_token: keep the tokens without an advantage: where beta is not 0, or entropies are wanted.
+        loss_type, importance_sampling_level: as in grpo_loss.
+        every_token: keep tokens with advantage 0. Set it if beta is not 0, or if the entropies are used.
         ignore_index: the target of ignored tokens.
 
     Returns:
         ``(sequences, tokens)``, int64.
 
     Raises:
-        ValueError: an unknown type or level; a tensor's shape or dtype.
+        ValueError: an unknown type or level; a tensor of the wrong shape or dtype.
     """
     _check_types("grpo_targets", loss_type, importance_sampling_level)
     if token_ids.dtype not in (torch.int64, torch.int32, torch.uint8):
@@ -218,21 +219,22 @@ def grpo_targets(
     keep = mask != 0
     if not every_token:
         counts = (advantages.unsqueeze(1) if advantages.dim() == 1 else advantages) != 0
-        # A sequence's ratio has all of its tokens in it.
+        # The ratio of a sequence depends on all of its tokens.
         counts = counts if importance_sampling_level == "token" and loss_type != "vespo" else counts.any(-1, True)
         keep = keep & counts
     return torch.where(keep, token_ids.long(), ignore_index)
 
 
 def high_entropy_mask(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
-    """The tokens of mask whose entropy is among the highest ``share`` of them (Wang et al., arXiv:2506.01939).
+    """Selects the ``share`` of the tokens of mask that has the highest entropies (Wang et al., arXiv:2506.01939).
+    Waits for the device.
 
     Args:
         entropy, mask: ``(sequences, tokens)``.
         share: in (0, 1].
 
     Returns:
-        ``(sequences, tokens)``, bool, for grpo_loss's policy_mask. It waits for the device.
+        ``(sequences, tokens)``, bool, for ``policy_mask`` of grpo_loss.
 
     Raises:
         ValueError: share outside its range; shapes that differ.

@@ -1,4 +1,4 @@
-"""GRPO's loss of hidden states and a head: a module with Liger-Kernel's name and arguments."""
+"""GRPO's loss as a module that takes hidden states and a head's weight, with Liger-Kernel's name and arguments."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ _OPTIONS = (
 
 
 class LigerFusedLinearGRPOLoss(HeadLoss):
-    """:func:`grpo_loss` of a head, in every ``loss_type``.
+    """:func:`grpo_loss` computed from hidden states and a head's weight, with every ``loss_type``.
 
-    Tokens that are masked, or have no advantage where ``beta`` is 0, are left out of the head's matmuls.
+    The head's matmuls leave out masked tokens and, if ``beta`` is 0, tokens with advantage 0.
 
     Args:
-        beta, epsilon_low, epsilon_high, loss_type, max_completion_length, importance_sampling_level,
-            sapo_temperature_pos, sapo_temperature_neg, delta, use_bias_correction_kl, vespo_k_pos, vespo_lambda_pos,
-            vespo_k_neg, vespo_lambda_neg: as of :func:`grpo_loss`.
-        temperature: of the logits, as of linear_log_probs.
-        use_ref_model: whether forward takes a reference; else the divergence is that from the policy itself, 0.
+        beta, epsilon_low, epsilon_high, loss_type, max_completion_length: as in :func:`grpo_loss`.
+        importance_sampling_level, sapo_temperature_pos, sapo_temperature_neg, delta: as in :func:`grpo_loss`.
+        use_bias_correction_kl, vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: likewise.
+        temperature: of the logits, as in linear_log_probs.
+        use_ref_model: whether forward takes a reference; otherwise the policy itself is the reference, with divergence
+            0.
         compiled, chunk_size: without effect.
-        head_options: ``softcap``, ``logit_scale``, ``memory``, ``logits_dtype``, as of linear_log_probs.
+        head_options: ``softcap``, ``logit_scale``, ``memory``, ``logits_dtype``, as in linear_log_probs.
     """
 
     def __init__(
@@ -69,8 +70,8 @@ class LigerFusedLinearGRPOLoss(HeadLoss):
         self.vespo_k_neg, self.vespo_lambda_neg = vespo_k_neg, vespo_lambda_neg
 
     def targets(self, selected_token_ids: Tensor, attention_mask: Tensor, advantages: Tensor) -> Tensor:
-        """:func:`grpo_targets` of this loss. ``count_rows`` of them, called before the model runs, is forward's
-        ``rows``."""
+        """Returns :func:`grpo_targets` with this loss's options. Pass them to ``count_rows`` before the model runs, and
+        its result to forward as ``rows``."""
         return grpo_targets(
             selected_token_ids, attention_mask, advantages, loss_type=self.loss_type,
             importance_sampling_level=self.importance_sampling_level, every_token=self.beta != 0,
@@ -93,27 +94,29 @@ class LigerFusedLinearGRPOLoss(HeadLoss):
         num_items_in_batch: Tensor | float | None = None,
         rows: CountedRows | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """
+        """Computes the loss.
+
         Args:
             _input: ``(sequences, tokens, hidden_size)``.
             lin_weight: ``(vocab_size, hidden_size)``.
-            selected_token_ids, attention_mask: ``(sequences, tokens)``, the tokens and which of them count.
+            selected_token_ids, attention_mask: ``(sequences, tokens)``, the tokens, and a mask that is 0 for tokens to
+                leave out.
             advantages: ``(sequences,)`` or ``(sequences, tokens)``.
             bias: ``(vocab_size,)``.
             ref_per_token_logps, old_per_token_logps: ``(sequences, tokens)``.
-            ref_input, ref_weight, ref_bias: the reference model's, where ref_per_token_logps are not given.
-            vllm_is_ratio: grpo_loss's sampling_ratio.
+            ref_input, ref_weight, ref_bias: the reference model's, used if ref_per_token_logps is None.
+            vllm_is_ratio: ``sampling_ratio`` of grpo_loss.
             num_items_in_batch: for dapo, cispo and vespo, the number of tokens of the batch in all processes. None: the
                 sum of attention_mask over all processes of the default group, if there is one, by a collective.
-            rows: ``count_rows(self.targets(...))``, called before the model ran; None: counted here, which waits for a
-                GPU.
+            rows: ``count_rows(self.targets(...))``, called before the model ran. None: the rows are counted here, and
+                the host waits for the GPU.
 
         Returns:
-            The loss, and without gradients: the mean divergence from the reference, if beta is not 0, and the share of
-            clipped tokens.
+            The loss, and a tuple without gradients: the mean divergence from the reference, if beta is not 0, and the
+            share of clipped tokens.
 
         Raises:
-            ValueError: no reference where one is to be used; shapes that do not fit together.
+            ValueError: the reference is missing; shapes that do not fit together.
         """
         target = self.targets(selected_token_ids, attention_mask, advantages)
         rows = self.counted(target, rows)

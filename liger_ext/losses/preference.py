@@ -1,7 +1,10 @@
-"""Preference losses over log-probabilities of whole answers: DPO and its relatives, CPO, SimPO, ORPO, KTO.
+"""Preference losses of language models, computed from log-probabilities of whole answers: DPO and its variants, CPO,
+SimPO, ORPO, KTO.
 
-Every function returns one loss for each pair (or, for KTO, each answer), so that a caller can weight them; ``.mean()``
-gives the papers' objective. Below, s is the sigmoid.
+The log-probability of an answer is the sum over its tokens (``answer_log_probs``). A pair is a chosen and a rejected
+answer to the same prompt. Every loss function returns one loss for each pair (KTO: for each answer), so that a caller
+can weight them. The papers minimise the mean; those of CPO and ORPO add the negative log-likelihood of the chosen
+answer, which is no part of these functions. In all formulas, s is the sigmoid.
 """
 
 from __future__ import annotations
@@ -18,13 +21,13 @@ __all__ = ["answer_log_probs", "cpo_loss", "dpo_loss", "kto_loss", "orpo_loss", 
 
 
 def answer_log_probs(log_probs: Tensor, mask: Tensor | None = None, *, average: bool = False) -> Tensor:
-    """The log-probability of each answer: the sum over its tokens.
+    """Computes the log-probability of each answer: the sum over its tokens.
 
     Args:
-        log_probs: ``(answers, tokens)``, of each token, 0 where the target is ignored, as
-            :func:`liger_ext.functional.linear_log_probs` gives them.
-        mask: the shape of log_probs: the tokens that count, as bool or as weights. None: all.
-        average: divide by the number of tokens that count (SimPO, ORPO). An answer without one has the result 0.
+        log_probs: ``(answers, tokens)``, the result of :func:`liger_ext.functional.linear_log_probs`: the
+            log-probability of each token, 0 where the target is ignored.
+        mask: the tokens to sum, in the shape of log_probs, as bool or as weights. None: all tokens.
+        average: divide the sum by the answer's sum of mask (SimPO, ORPO). The result of an answer without tokens is 0.
 
     Returns:
         ``(answers,)``, float32, or float64 for float64.
@@ -54,7 +57,7 @@ def dpo_loss(
     label_smoothing: float = 0.0,
     discopop_tau: float = 0.05,
 ) -> Tensor:
-    """Direct preference optimisation (Rafailov et al., arXiv:2305.18290) and nine relatives.
+    """Computes the loss of direct preference optimisation (Rafailov et al., arXiv:2305.18290) or of a variant.
 
     With ``c = beta * (chosen - ref_chosen)``, ``r = beta * (rejected - ref_rejected)``, ``d = c - r`` and
     ``e = label_smoothing``, the loss of a pair is, by ``loss_type``:
@@ -71,11 +74,12 @@ def dpo_loss(
 
     Args:
         chosen, rejected: ``(pairs,)``, log-probabilities of the answers (:func:`answer_log_probs`).
-        ref_chosen, ref_rejected: the reference model's, without gradients; None: 0.
-        beta: how far the policy may move from the reference, more than 0.
-        loss_type: one of the list.
+        ref_chosen, ref_rejected: the reference model's log-probabilities of the same answers, which get no gradient.
+            None: 0.
+        beta: more than 0. A larger beta keeps the policy closer to the reference model.
+        loss_type: one of these names.
         label_smoothing: the probability that a pair's labels are swapped, in [0, 0.5); more than 0 for exo_pair.
-        discopop_tau: the width of discopop's switch, more than 0.
+        discopop_tau: the range of d over which discopop changes from one of its two losses to the other, more than 0.
 
     Returns:
         ``(pairs,)``.
@@ -108,7 +112,7 @@ def _robust(c: Tensor, r: Tensor, e: float, *_: float) -> Tensor:
 
 
 def _discopop(c: Tensor, r: Tensor, _: float, tau: float, __: float) -> Tensor:
-    # exp(-d) * m as one exponential: alone, exp(-d) overflows where m underflows.
+    # exp(-d) * m is one exponential: exp(-d) by itself overflows where m underflows.
     d = c - r
     return -F.logsigmoid(d) * (-d / tau).sigmoid() + (F.logsigmoid(d / tau) - d).exp()
 
@@ -141,7 +145,8 @@ def check_dpo_options(beta: float, loss_type: str, label_smoothing: float, disco
 
 
 def cpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:
-    """Contrastive preference optimisation (Xu et al., arXiv:2401.08417), without the term of the chosen answers' loss.
+    """Computes the loss of contrastive preference optimisation (Xu et al., arXiv:2401.08417), without its term for the
+    negative log-likelihood of the chosen answers.
 
     ``-(1 - e) * log s(d) - e * log s(-d)``, ``d = beta * (chosen - rejected)``, ``e = label_smoothing``.
 
@@ -162,10 +167,10 @@ def cpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1, label_smoot
 def simpo_loss(
     chosen: Tensor, rejected: Tensor, *, beta: float = 0.1, gamma: float = 0.5, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Simple preference optimisation (Meng et al., arXiv:2405.14734).
+    """Computes the loss of simple preference optimisation (Meng et al., arXiv:2405.14734).
 
-    :func:`cpo_loss` with ``d = beta * (chosen - rejected) - gamma``, of log-probabilities that are averaged over tokens
-    (``answer_log_probs(..., average=True)``).
+    It is :func:`cpo_loss` with ``d = beta * (chosen - rejected) - gamma``. The log-probabilities must be averages over
+    tokens (``answer_log_probs(..., average=True)``).
     """
     return _of_difference("simpo_loss", chosen, rejected, beta, gamma, label_smoothing)
 
@@ -181,13 +186,14 @@ def _of_difference(
 
 
 def orpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1) -> Tensor:
-    """The odds ratio's term of ORPO (Hong et al., arXiv:2403.07691), without that of the chosen answers' loss.
+    """Computes ORPO's term for the odds ratio (Hong et al., arXiv:2403.07691), without its term for the negative
+    log-likelihood of the chosen answers.
 
-    ``-beta * log s(o)``, ``o = log_odds(chosen) - log_odds(rejected)``, ``log_odds(p) = p - log(1 - exp(p))``, of
-    log-probabilities that are averaged over tokens (``answer_log_probs(..., average=True)``), at most 0.
+    ``-beta * log s(o)``, ``o = log_odds(chosen) - log_odds(rejected)``, ``log_odds(p) = p - log(1 - exp(p))``. The
+    log-probabilities must be averages over tokens (``answer_log_probs(..., average=True)``), at most 0.
 
     Returns:
-        ``(pairs,)``. It is finite, and so is its gradient, where an average is 0: an answer without tokens.
+        ``(pairs,)``. The loss and its gradient are finite even if an average is 0, as for an answer without tokens.
     """
     check_positive("orpo_loss", beta=beta)
     check_shapes("orpo_loss", chosen=chosen, rejected=rejected)
@@ -199,7 +205,7 @@ def log_odds_ratio(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """log(1 - exp(x)) of x <= 0, without cancellation near 0 and finite at 0."""
+    """Computes log(1 - exp(x)) for x <= 0, without cancellation near 0 and finite at 0."""
     x = x.clamp(max=-torch.finfo(x.dtype).tiny)
     small = x > -math.log(2)
     near, far = torch.where(small, x, -1.0), torch.where(small, -1.0, x)
@@ -216,24 +222,25 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """Kahneman-Tversky optimisation (Ethayarajh et al., arXiv:2402.01306).
+    """Computes the loss of Kahneman-Tversky optimisation (Ethayarajh et al., arXiv:2402.01306).
 
-    ``weight * (1 - s(beta * (r - kl)))`` of a desirable answer and ``weight * (1 - s(beta * (kl - r)))`` of another,
-    ``r = log_probs - ref_log_probs``.
+    ``desirable_weight * (1 - s(beta * (r - kl)))`` for a desirable answer,
+    ``undesirable_weight * (1 - s(beta * (kl - r)))`` for another, with ``r = log_probs - ref_log_probs``.
 
     Args:
-        log_probs: ``(answers,)``, their log-probabilities (:func:`answer_log_probs`).
-        desirable: ``(answers,)``, bool, or numbers that are not 0 where an answer is desirable.
-        ref_log_probs: the reference model's, without gradients; None: 0.
-        kl: the estimate of the divergence from the reference, a number or one of each answer, without gradients.
-        beta: how far the policy may move from the reference, more than 0.
-        desirable_weight, undesirable_weight: the two weights.
+        log_probs: ``(answers,)``, log-probabilities of the answers (:func:`answer_log_probs`).
+        desirable: ``(answers,)``, bool, or numbers other than 0 for desirable answers.
+        ref_log_probs: the reference model's log-probabilities of the same answers, which get no gradient. None: 0.
+        kl: the estimate of the policy's divergence from the reference model: a number, or one for each answer. It gets
+            no gradient.
+        beta: more than 0. A larger beta keeps the policy closer to the reference model.
+        desirable_weight, undesirable_weight: the factors of the losses of desirable and of other answers, more than 0.
 
     Returns:
         ``(answers,)``.
 
     Raises:
-        ValueError: beta outside its range; shapes that differ.
+        ValueError: an option outside its range; shapes that differ.
     """
     check_positive("kto_loss", beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
     if not isinstance(kl, Tensor):
@@ -249,7 +256,7 @@ def kto_loss(
 
 
 def check_number(function: str, name: str, value: object, expected: str, fits: Callable[[float], bool]) -> None:
-    """``expected``: in words what ``fits`` is true of."""
+    """Raises ValueError unless ``value`` is finite and ``fits(value)``; ``expected`` describes the condition."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or not fits(value):
         raise ValueError(f"{function}: {name} is {value!r}, expected {expected}")

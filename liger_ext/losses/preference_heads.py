@@ -1,8 +1,8 @@
-"""Preference losses of hidden states and a head: modules with Liger-Kernel's names and arguments.
+"""Preference losses as modules that take hidden states and a head's weight, with Liger-Kernel's names and arguments.
 
-A module computes the log-probabilities by :func:`liger_ext.functional.linear_log_probs` and gives them to the functions
-of ``preference.py``. Positions whose target is ignored (prompts, padding) are left out of the head's matmuls.
-``compiled`` and ``chunk_size`` are accepted and have no effect.
+A module computes the log-probabilities by :func:`liger_ext.functional.linear_log_probs` and passes them to a function
+of ``preference.py``. The head's matmuls leave out positions whose target is ignored (prompts, padding). ``compiled``
+and ``chunk_size`` are accepted and have no effect.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ __all__ = [
 
 
 class HeadLoss(nn.Module):
-    """A loss whose log-probabilities come from hidden states and a head's weight.
+    """Base class of losses whose log-probabilities are computed from hidden states and a head's weight.
 
     Args:
-        ignore_index: as of linear_log_probs.
+        ignore_index: as in linear_log_probs.
         head_options: ``softcap``, ``logit_scale``, ``temperature``, ``memory``, ``logits_dtype`` of linear_log_probs,
             for the policy's head and the reference's.
     """
@@ -51,7 +51,7 @@ class HeadLoss(nn.Module):
         self.ignore_index, self.head_options = ignore_index, head_options
 
     def counted(self, target: Tensor, rows: CountedRows | None) -> CountedRows | None:
-        """``rows``, or, where a caller has not counted them, those of target."""
+        """Returns ``rows``, or the counted rows of target if ``rows`` is None."""
         return count_rows(target, self.ignore_index) if rows is None else rows
 
     def log_probs(
@@ -61,7 +61,7 @@ class HeadLoss(nn.Module):
 
 
 class AnswersLoss(HeadLoss):
-    """A loss of answers' log-probabilities, which may be compared with a reference model's."""
+    """Base class of losses of the answers' log-probabilities, with or without a reference model."""
 
     average_log_prob = True
 
@@ -87,7 +87,8 @@ class AnswersLoss(HeadLoss):
 
 
 def logit_sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``(answers,)``: the sums over tokens and vocabulary of ``x @ weight.T + bias``, without making it."""
+    """Returns the sums over tokens and vocabulary of the logits ``x @ weight.T + bias``, ``(answers,)``, without
+    computing the logits."""
     dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
     with torch.no_grad():
         sums = x.sum(1, dtype=dtype) @ _whole(weight.sum(0, dtype=dtype))
@@ -95,16 +96,17 @@ def logit_sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _whole(t: Tensor) -> Tensor:
-    return t.full_tensor() if hasattr(t, "full_tensor") else t  # of a weight whose vocabulary is sharded
+    return t.full_tensor() if hasattr(t, "full_tensor") else t  # a DTensor if the vocabulary is sharded
 
 
 def mean_of(t: Tensor) -> Tensor:
-    """The mean, and 0 of nothing."""
+    """Returns the mean, or 0 for an empty tensor."""
     return t.sum() / max(1, t.numel())
 
 
 class _PairedLoss(AnswersLoss):
-    """Of pairs: the first half of a batch are the chosen answers, the second half the rejected ones."""
+    """Base class of losses of pairs: the first half of a batch are the chosen answers, the second half the rejected
+    answers."""
 
     compute_nll_loss, alpha = True, 1.0
 
@@ -118,7 +120,8 @@ class _PairedLoss(AnswersLoss):
         rows: CountedRows | None,
         nll_target: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The loss, and log-probabilities of both halves, their mean logits, the chosen answers' loss (nll)."""
+        """Returns the loss; and the log-probabilities of chosen and rejected answers, the mean logits of both, and the
+        negative log-likelihood of the chosen answers (nll)."""
         name = type(self).__name__
         if target.dim() != 2 or target.shape[0] % 2 or target.shape != x.shape[:-1]:
             raise ValueError(
@@ -126,7 +129,7 @@ class _PairedLoss(AnswersLoss):
                 "(2 * pairs, tokens, hidden_size) and (2 * pairs, tokens)"
             )
         pairs, all_x, all_targets = target.shape[0] // 2, x, target
-        if self.compute_nll_loss and nll_target is not None:  # the chosen answers once more, with targets of their own
+        if self.compute_nll_loss and nll_target is not None:  # the chosen answers once more, with the targets of nll
             if nll_target.shape not in (target.shape, target[:pairs].shape):
                 raise ValueError(
                     f"{name}: nll_target has shape {tuple(nll_target.shape)}, expected that of target, "
@@ -151,16 +154,17 @@ class _PairedLoss(AnswersLoss):
 class LigerFusedLinearDPOLoss(_PairedLoss):
     """:func:`dpo_loss` of a head: ``mean over pairs of dpo_loss + alpha * nll``.
 
-    ``nll`` is the mean negative log-probability of the chosen answers' tokens, if ``compute_nll_loss``.
+    ``nll`` is the mean negative log-probability of the chosen answers' tokens. It is 0 without ``compute_nll_loss``.
 
     Args:
-        ignore_index, beta, loss_type, label_smoothing, discopop_tau: as of :func:`dpo_loss`, linear_log_probs.
+        ignore_index: as in linear_log_probs.
+        beta, loss_type, label_smoothing, discopop_tau: as in :func:`dpo_loss`.
         alpha: weight of nll.
-        compute_nll_loss: add it.
-        use_ref_model: whether forward takes a reference; else the reference's log-probabilities are 0.
+        compute_nll_loss: whether to add nll.
+        use_ref_model: whether forward takes a reference; otherwise the reference's log-probabilities are 0.
         average_log_prob: average the tokens' log-probabilities instead of summing them.
         compiled, chunk_size: without effect.
-        head_options: ``softcap``, ``logit_scale``, ``temperature``, ``memory``, ``logits_dtype``, as of
+        head_options: ``softcap``, ``logit_scale``, ``temperature``, ``memory``, ``logits_dtype``, as in
             linear_log_probs.
     """
 
@@ -196,21 +200,22 @@ class LigerFusedLinearDPOLoss(_PairedLoss):
         ref_bias: Tensor | None = None,
         rows: CountedRows | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """
+        """Computes the loss.
+
         Args:
             lin_weight: ``(vocab_size, hidden_size)``.
-            _input: ``(2 * pairs, tokens, hidden_size)``, first the chosen answers, then the rejected ones.
-            target: ``(2 * pairs, tokens)``, shifted already: each position's next token, or ignore_index.
+            _input: ``(2 * pairs, tokens, hidden_size)``, first the chosen answers, then the rejected answers.
+            target: ``(2 * pairs, tokens)``, already shifted: the next token of each position, or ignore_index.
             bias: ``(vocab_size,)``.
-            ref_input, ref_weight, ref_bias: the reference model's; its hidden size may be another.
-            rows: ``count_rows(target)``, called before the model ran; None: counted here, which waits for a GPU.
+            ref_input, ref_weight, ref_bias: the reference model's; its hidden size may differ.
+            rows: ``count_rows(target)``, called before the model ran. None: counted here, and the host waits for a GPU.
 
         Returns:
-            The loss, and without gradients: the log-probabilities of the chosen and of the rejected answers
+            The loss, and a tuple without gradients: the log-probabilities of the chosen and of the rejected answers
             ``(pairs,)``, the mean logit of both, nll, and the rewards ``beta * (log-probability - reference)`` of both.
 
         Raises:
-            ValueError: no reference where one is to be used; shapes that do not fit together.
+            ValueError: the reference is missing; shapes that do not fit together.
         """
         ref, rows = (None, None), self.counted(target, rows)
         if self.use_ref_model:
@@ -228,7 +233,7 @@ class LigerFusedLinearDPOLoss(_PairedLoss):
 
 
 class _LossWithoutReference(_PairedLoss):
-    """Of pairs, by their own log-probabilities alone."""
+    """Base class of losses of pairs without a reference model."""
 
     def forward(
         self,
@@ -238,13 +243,13 @@ class _LossWithoutReference(_PairedLoss):
         bias: Tensor | None = None,
         rows: CountedRows | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """As of :class:`LigerFusedLinearDPOLoss`; the rewards are ``beta * log-probability``."""
+        """Arguments and results as in :class:`LigerFusedLinearDPOLoss`; the rewards are ``beta * log-probability``."""
         loss, aux = self._loss(self.pair_losses, _input, lin_weight, target, bias, rows)
         return loss, (*aux, self.beta * aux[0], self.beta * aux[1])
 
 
 class LigerFusedLinearCPOLoss(_LossWithoutReference):
-    """:func:`cpo_loss` of a head: ``mean over pairs of cpo_loss + alpha * nll``; arguments as of
+    """:func:`cpo_loss` of a head: ``mean over pairs of cpo_loss + alpha * nll``. Arguments as in
     :class:`LigerFusedLinearDPOLoss`."""
 
     def __init__(
@@ -268,8 +273,8 @@ class LigerFusedLinearCPOLoss(_LossWithoutReference):
 
 
 class LigerFusedLinearSimPOLoss(_LossWithoutReference):
-    """:func:`simpo_loss` of a head, of averaged log-probabilities: ``mean over pairs of simpo_loss + alpha * nll``;
-    arguments as of :class:`LigerFusedLinearDPOLoss`."""
+    """:func:`simpo_loss` of a head, with averaged log-probabilities: ``mean over pairs of simpo_loss + alpha * nll``.
+    Arguments as in :class:`LigerFusedLinearDPOLoss`; ``gamma`` as in :func:`simpo_loss`."""
 
     def __init__(
         self,
@@ -292,8 +297,8 @@ class LigerFusedLinearSimPOLoss(_LossWithoutReference):
 
 
 class LigerFusedLinearORPOLoss(_PairedLoss):
-    """:func:`orpo_loss` of a head, of averaged log-probabilities: ``nll + mean over pairs of orpo_loss``; arguments as
-    of :class:`LigerFusedLinearDPOLoss`."""
+    """:func:`orpo_loss` of a head, with averaged log-probabilities: ``nll + mean over pairs of orpo_loss``. Arguments
+    as in :class:`LigerFusedLinearDPOLoss`."""
 
     def __init__(
         self,
@@ -316,11 +321,11 @@ class LigerFusedLinearORPOLoss(_PairedLoss):
         nll_target: Tensor | None = None,
         rows: CountedRows | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """As of :class:`LigerFusedLinearCPOLoss`, and behind the rewards the mean of ``log s(o)`` and of ``o``, the log
-        odds ratio.
+        """Arguments and results as in :class:`LigerFusedLinearCPOLoss`. After the rewards, the tuple also has the means
+        of ``log s(o)`` and of the log odds ratio ``o``.
 
         Args:
-            nll_target: the shape of target, or of its chosen half: the targets of nll; None: those of target.
+            nll_target: the targets of nll, in the shape of target or of its chosen half. None: those of target.
         """
 
         def losses(chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -333,7 +338,7 @@ class LigerFusedLinearORPOLoss(_PairedLoss):
 
 
 class LigerFusedLinearKTOLoss(AnswersLoss):
-    """The mean of :func:`kto_loss` over the answers of a batch; arguments as of :class:`LigerFusedLinearDPOLoss`."""
+    """The mean of :func:`kto_loss` over a batch's answers. Arguments as in :class:`LigerFusedLinearDPOLoss`."""
 
     def __init__(
         self,
@@ -361,16 +366,17 @@ class LigerFusedLinearKTOLoss(AnswersLoss):
         kl: Tensor | float | None = None,
         rows: CountedRows | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """
+        """Computes the loss.
+
         Args:
-            _input, lin_weight, target, bias, ref_input, ref_weight, ref_bias, rows: as of
-                :class:`LigerFusedLinearDPOLoss`, of ``answers`` rows.
-            preference_labels: ``(answers,)``, bool: which are desirable.
-            kl: the divergence from the reference, a number or one of each answer; None: 0.
+            _input, lin_weight, target, bias, ref_input, ref_weight, ref_bias, rows: as in
+                :class:`LigerFusedLinearDPOLoss`, with ``answers`` in place of ``2 * pairs``.
+            preference_labels: ``(answers,)``, bool, True for desirable answers.
+            kl: the divergence from the reference, a number or one for each answer; None: 0.
 
         Returns:
-            The loss, and sums over the desirable and over the undesirable answers, without gradients: of their
-            log-probabilities, of their logits (over positions and vocabulary), and of their rewards.
+            The loss, and a tuple of sums without gradients: of the log-probabilities of the desirable and of the other
+            answers, of the logits of both (over positions and vocabulary), and of the rewards of both.
         """
         if preference_labels is None or preference_labels.shape != target.shape[:1]:
             found = None if preference_labels is None else tuple(preference_labels.shape)

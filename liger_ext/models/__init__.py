@@ -1,4 +1,5 @@
-"""Patching Hugging Face models. Importing this is cheap: transformers is imported when a name below is first used."""
+"""The functions that patch Hugging Face models. transformers is imported when one of them is first used, so that
+importing this package is cheap."""
 
 import functools
 import importlib
@@ -47,7 +48,7 @@ def check_transformers() -> None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The numbers that a version starts with: (5, 24, 0) of "5.24.0.dev0"."""
+    """Returns the leading numbers of a version: (5, 24, 0) for "5.24.0.dev0"."""
     numbers = []
     for part in version.split("."):
         if not part.isdigit():

@@ -1,4 +1,5 @@
-"""Finding the patch of a model by its model type; model classes that patch what they build."""
+"""Functions that patch all models of a type (`config.model_type`), or one model by the source text of its modules'
+classes, and an auto class that builds patched models."""
 
 import inspect
 import os
@@ -14,38 +15,39 @@ from liger_ext.models.patching.warn import warn
 
 
 def supported_model_types() -> tuple[str, ...]:
-    """The values of `config.model_type` that can be patched before a model is built."""
+    """Returns the values of `config.model_type` that can be patched before a model is built."""
     return tuple(FUNCTION_OF)
 
 
 def apply_liger_kernel(model_type: str, **options: bool | str | nn.Module | None) -> PatchHandle:
-    """Patches models of one type; the type's own function, such as `apply_liger_kernel_to_llama`, has the options.
+    """Patches models of one type. The options are the arguments of `apply_liger_kernel_to_<model_type>`: with `model`
+    it patches this instance, without it every model of the type that is built from now on.
 
-    An unknown model type is left alone, and options that the type's function does not take are dropped; each draws one
-    warning.
+    Warns and patches nothing if the model type is unknown. Warns once and ignores options that the type's function does
+    not take.
     """
     return patch_type(model_type, options)
 
 
 def apply_liger_kernel_to_instance(model: nn.Module, **options: bool | str | None) -> PatchHandle:
-    """Patches `model`: what of it runs code that liger_ext knows, whatever its type. It is of transformers, or holds
-    such models: a wrapper of PEFT, DataParallel or DistributedDataParallel, nn.Sequential, ...
+    """Patches every module of `model` whose code liger_ext recognises, whatever the model's type. `model` is a
+    transformers model, or holds one or more: a wrapper of PEFT, DataParallel or DistributedDataParallel, nn.Sequential.
 
-    Looked for are RMSNorms, gated MLPs and experts, decoder layers, rotary embeddings in attention, and heads with the
+    Patches RMSNorms, gated MLPs and experts, decoder layers, rotary embeddings in attention, and heads with the
     loss of causal language models, also in code that came with the weights (`trust_remote_code=True`). BERT, T5, ViT
     and Whisper have none of these.
 
-    The options are those of `apply_liger_kernel_to_<model_type>`, or of `apply_liger_kernel_to_llama` where there is
-    none; of several models in one wrapper the first has the type. A model that has no `config.model_type`, nor holds
-    one that has, or of which nothing is known, is left alone, with a warning.
+    The options are the arguments of `apply_liger_kernel_to_<model_type>`, or of `apply_liger_kernel_to_llama` if that
+    function does not exist. If a wrapper holds several models, the first one's type counts. Warns and patches nothing
+    if neither `model` nor a module in it has a `config.model_type`, or if none of the code is known.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is not an nn.Module.
     """
     return patch_instance(model, options)
 
 
-# The function that patches models of a type. It may have been added to a table of them, beside those of FUNCTION_OF.
+# Returns the patch function of a model type. Under Liger-Kernel's name this reads a table to which users may add.
 FunctionOf = Callable[[str], Callable[..., PatchHandle]]
 
 
@@ -55,7 +57,7 @@ def patch_type(
     known: Collection[str] = FUNCTION_OF,
     function_of: FunctionOf = patch_function,
 ) -> PatchHandle:
-    """`apply_liger_kernel`, by the functions of the types `known`."""
+    """Implements `apply_liger_kernel` for the types `known`, whose functions `function_of` returns."""
     if model_type not in known:
         names = ", ".join(known)
         warn(f"model type {model_type!r} is not known to liger_ext and stays as it is (known: {names})")
@@ -69,7 +71,7 @@ def patch_instance(
     known: Collection[str] = FUNCTION_OF,
     function_of: FunctionOf = patch_function,
 ) -> PatchHandle:
-    """`apply_liger_kernel_to_instance`, by the functions of the types `known`."""
+    """Implements `apply_liger_kernel_to_instance` for the types `known`, whose functions `function_of` returns."""
     check_model(model)
     model_type = next((found for found in map(type_of, model.modules()) if found is not None), None)
     if model_type is None:
@@ -85,7 +87,7 @@ def patch_instance(
 
 
 def _can_patch(model: nn.Module, model_type: str, function_of: FunctionOf = patch_function) -> bool:
-    """Whether the function of this type takes `model`; another's than ours may take any."""
+    """Returns whether the function of this type accepts `model`. A user's function may accept any model."""
     is_ours = getattr(function_of(model_type), "__module__", "").startswith("liger_ext.")
     return not is_ours or holds(model, FUNCTION_OF.get(model_type, model_type))
 
@@ -94,8 +96,8 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
     """`AutoModelForCausalLM` that builds patched models.
 
     `from_pretrained` and `from_config` take the options of the model's patch function as further keyword arguments.
-    Models of which liger_ext knows nothing are built as they are. The base class itself builds: code that comes with
-    weights (`trust_remote_code=True`) names it.
+    A model without known code is built unpatched. `AutoModelForCausalLM` itself builds the model, because the
+    `auto_map` of code that comes with weights (`trust_remote_code=True`) lists classes under that name.
     """
 
     _function_of = staticmethod(patch_function)
@@ -130,7 +132,7 @@ def _patch(model_type: str, options: dict[str, object], function_of: FunctionOf)
 
 
 def _option_names(patch: Callable[..., PatchHandle]) -> set[str]:
-    """Every option that `patch` takes; its signature may have fewer (`patch_function`)."""
+    """Returns every option that `patch` takes. Its signature may list fewer: see `patch_function`."""
     return set(getattr(patch, "options", None) or inspect.signature(patch).parameters)
 
 

@@ -1,10 +1,11 @@
-"""Which models can be patched, and what of them: told by the code that their classes run.
+"""The functions `apply_liger_kernel_to_<model_type>`, which patch a model's modules by the code of their classes.
 
-Most families' norms, MLPs, decoder layers and heads run the code that Llama's run, copied by transformers from class to
-class, and so do their rotary embeddings. A class is recognised by the text of its `forward`, and of what that calls in
-its own class or module. A subclass of it with our `forward` then takes its place, made of the same mixin as Llama's.
-What is not recognised stays as it is, and is named in a warning. So a family that is made of known code needs no line
-here; `liger_ext.models.model_types` says which model types have functions of their own, with which arguments.
+Most families' norms, MLPs, decoder layers, heads and rotary embeddings run the same code as Llama's, which transformers
+copies from class to class. Recognition reads the text of a class's `forward`, and of the functions that this `forward`
+calls in its class or module. If the code is known, a subclass with our `forward` replaces the class. The subclass
+inherits that `forward` from the same mixin as Llama's patch. A class with unknown code stays unpatched, and a warning
+names it. So a family of known code needs no line here. `liger_ext.models.model_types` lists the model types that have
+their own function, with the arguments of each function.
 """
 
 import importlib
@@ -46,38 +47,39 @@ def apply_liger_kernel_to_llama(
     fused_add_rms_norm: bool = True,
     memory: str | None = None,
 ) -> PatchHandle:
-    """Makes Hugging Face Llama train with liger_ext: one model, or all that are built from now on.
+    """Patches Hugging Face Llama to train with liger_ext: one model, or every model that is built from now on.
 
-    Every Llama model is covered: causal LM, the classifiers and question answering (whose own heads stay as they are),
+    Every Llama model is covered: causal LM, the classifiers and question answering (their own heads stay unpatched),
     the bare LlamaModel, and a Llama inside another module (PEFT, DDP, FSDP2, ...). Nothing global is replaced.
-    Whatever is asked for, `LlamaModel` is patched as well: it makes no mask under torch.compile where none is needed.
+    `LlamaModel` is patched whatever the arguments are: under torch.compile it builds no mask where none is needed.
 
     Args:
         rope: rotary position embedding.
         cross_entropy: the loss from logits. Excludes `fused_linear_cross_entropy`.
-        fused_linear_cross_entropy: language-model head and loss in one; see `LlamaForCausalLM.forward`.
+        fused_linear_cross_entropy: language-model head and loss in one op; see `LlamaForCausalLM.forward`.
         rms_norm: all RMSNorms.
-        swiglu: the MLPs' activation. Models with another `hidden_act` than SiLU and GELU keep theirs.
+        swiglu: the MLPs' gated activation. MLPs with another `hidden_act` than SiLU and GELU stay unpatched.
         model: patch this instance only. None: patch every Llama that is constructed from now on, by its class or by
-            `from_pretrained` and `from_config`, until the handle is reverted; models built meanwhile stay patched.
-            Of several such calls the last one counts.
-        fused_add_rms_norm: residual addition and post-attention norm in one; needs `rms_norm`.
-        memory: how much a training step keeps for its backward. None: the level that a patched model has, or `"auto"`.
-            `"fast"`: what transformers' modules keep. `"auto"`: without what is made again at little cost,
-            the norms' outputs and silu(gate) * up; the fused loss has an `"auto"` of its own. `"low"`: the outputs of
-            gate and up are made again, too, by a second run of their matmuls, and on a GPU the logits exist in chunks
-            of a quarter of the head's gradient in fp32. `"min"`: the chunks are half as large, and with gradient
-            checkpointing (transformers 4.53 on) the layers' inputs wait in pinned host memory, which must be large
-            enough. Results are the same. The levels need `fused_add_rms_norm`, `swiglu` for the MLP's share and `rope`
-            for the attention's. The argument `memory` of a model's forward is that of its loss alone.
+            `from_pretrained` and `from_config`, until the handle is reverted. Models built until then stay patched.
+            The last of several calls with None counts.
+        fused_add_rms_norm: residual addition and post-attention norm in one op; needs `rms_norm`.
+        memory: the level of memory, which decides the tensors that a training step saves for its backward. None: an
+            already patched model keeps its level, others get `"auto"`. `"fast"`: saves the tensors that transformers'
+            modules save. `"auto"`: recomputes the norms' outputs and silu(gate) * up, which cost little; the fused loss
+            uses the same level (`fused_linear_cross_entropy`). `"low"`: also recomputes the outputs of gate and up, by
+            a second run of their matmuls. `"min"`: as `"low"`, and with gradient checkpointing (transformers 4.53 on)
+            the layers' inputs wait in pinned host memory, which must be large enough. The results are the same at each
+            level. A level changes the layers only with `fused_add_rms_norm`: the MLP's saved tensors if `swiglu` is
+            also True, the attention's if `rope` is. The argument `memory` of a model's forward sets the level of the
+            loss only.
 
     Returns:
-        A handle, whose `.revert()` undoes the patch. As a context manager it reverts at the end.
+        A handle. Its `.revert()` undoes the patch; as a context manager it reverts at the end.
 
     Raises:
-        ValueError: both cross entropies are asked for, `model` holds no Llama, `memory` is another word, or `model` is
-            patched already, with other options. With the same ones a second call changes the level of memory alone.
-        TypeError: `model` is no module, or a switch is neither True nor False (1, 0 and numpy's are neither).
+        ValueError: both cross entropies are True, `model` holds no Llama, `memory` is not a level, or `model` is
+            already patched with other options. With the same options a second call changes only the level of memory.
+        TypeError: `model` is not an nn.Module, or a switch is not Python's True or False (1, 0 and numpy's are not).
         ImportError: transformers is older than 4.51.3.
     """
     return apply(
@@ -102,13 +104,16 @@ def apply(
     as_liger_kernel: bool = False,
     **switches: bool,
 ) -> PatchHandle:
-    """What `apply_liger_kernel_to_llama` says, of models of `model_type`, whose function calls `swiglu` `unit`.
+    """Patches models of `model_type` as `apply_liger_kernel_to_llama` describes.
 
-    What an earlier call has patched or left out stays as it is, but for the level of memory. Other switches than that
-    call's are a ValueError; a switch that has no meaning for `model` does not count.
+    A module that an earlier call has patched or left out does not change, except for its level of memory. A switch with
+    another value than that call's raises ValueError, unless it applies to no module of `model`.
 
-    `as_liger_kernel`: the caller expects Liger-Kernel. A switch that is None is off, and logits that a training step
-    does not compute are None. Of a model that is patched already the log says so, and which switches differ.
+    Args:
+        unit: the name of the switch `swiglu` in this type's function.
+        as_liger_kernel: the caller expects Liger-Kernel's behaviour. A switch that is None is off, and the logits of a
+            training step that does not compute them are None. A model that is already patched keeps its options, and
+            the log lists the switches that differ.
     """
     names = {switch: unit if switch == "swiglu" else switch for switch in switches}
     if as_liger_kernel:
@@ -130,8 +135,8 @@ def apply(
     wanted = {kind: switches[switch] for kind, switch in _SWITCHES.items() if switch in switches}
 
     def patch_rest(root: nn.Module, handle: PatchHandle) -> set[tuple[str, bool]]:
-        """Patches what of `root` is neither patched nor left out by an earlier call. Returns the switches that
-        earlier calls have decided for modules of `root`, with their values."""
+        """Patches the modules of `root` that no earlier call has patched or left out. Returns the switches that earlier
+        calls have set for modules of `root`, with their values."""
         modules, earlier = list(root.modules()), set()
         classes = stock_classes(modules)
         _warn_of_unknown(classes, wanted, fused_loss or cross_entropy)
@@ -155,10 +160,11 @@ def apply(
                 module.adopt_checkpoint_function()
         return earlier
 
-    with PatchHandle() as handle:  # a failure on the way undoes what was done
+    with PatchHandle() as handle:  # an exception reverts the changes made so far
         if model is None:
             for cls in _models_of(model_type):
-                # A model stays patched. The last of such calls decides; one by liger_kernel's name overrides no other.
+                # The first hook decides, since later ones find the model patched. So the hook of the latest call goes
+                # first. A call by liger_kernel's name goes last: it overrides no other.
                 on_construction(cls, lambda m: patch_rest(m, PatchHandle()), handle, first=not as_liger_kernel)
         elif holds(model, model_type):
             earlier, name = patch_rest(model, handle), type(model).__name__
@@ -180,11 +186,11 @@ def apply(
 _logger = logging.getLogger("liger_ext")
 
 _WAYS_OUT = (
-    "Call revert() on the handle of that call first. There is none for a model that was built under a patch of its "
-    "class, nor for a copy: ask for the options that it has, or build it again without a patch and load the weights"
+    "Call revert() on the handle of that call first. A model that was built under a patch of its class, or a copy, has "
+    "no handle: pass the options that it has, or build it again without a patch and load the weights"
 )
 
-# Which switch is for which modules.
+# The switch that controls each kind of module.
 _SWITCHES = {
     modeling_llama.LlamaModel: "mask",
     Attention: "rope",
@@ -205,12 +211,12 @@ def _rest(
     handle: PatchHandle,
     earlier: set[tuple[str, bool]],
 ) -> list[nn.Module]:
-    """Returns the modules, of those that `switch` is for, that a call is to patch. The call notes on the others that it
-    leaves them out, or finds that an earlier call has decided: what that has patched or left out stays as it is, and
-    `earlier` gets that call's value of the switch."""
+    """Returns the modules that this call patches because of `switch`. If the switch is off, marks the modules as left
+    out instead. A module that an earlier call has patched or left out does not change: that call's value of the switch
+    is added to `earlier`."""
     rest = []
     for module, patched in are_patched.items():
-        left_out = vars(module).get("_liger_left_out", frozenset())  # for which switches; copies and pickles have it
+        left_out = vars(module).get("_liger_left_out", frozenset())  # a set of switches; copies and pickles keep it
         if patched or switch in left_out:
             earlier.add((switch, patched))
         elif switches[switch]:
@@ -221,10 +227,7 @@ def _rest(
 
 
 def check_model(model: nn.Module) -> None:
-    """
-    Raises:
-        TypeError: it is no module.
-    """
+    """Raises TypeError if `model` is not an nn.Module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {_shown(model)}, expected a model, which is an nn.Module")
 
@@ -235,8 +238,8 @@ def _shown(value: object) -> str:
 
 
 def _taken(patch: type[nn.Module], modules: list[nn.Module]) -> list[nn.Module]:
-    """The modules that `patch` is for: of MLPs those with an activation of ours, of layers those with a norm of ours,
-    and no nn.LayerNorm of others."""
+    """Returns the modules that `patch` applies to. It leaves out MLPs whose activation has no op, decoder layers whose
+    norm cannot be patched, and users' subclasses of nn.LayerNorm."""
     stock = stock_class(patch)
     taken = [module for module in modules if isinstance(module, stock)]
     if patch is LayerNorm:
@@ -252,38 +255,39 @@ def _taken(patch: type[nn.Module], modules: list[nn.Module]) -> list[nn.Module]:
 
 
 def _is_norm(module: object) -> bool:
-    """Whether a patch of a norm takes the place of its class, or has taken it."""
+    """Returns whether `module` is a norm that is patched or can be."""
     return any(issubclass(patch, Norm) for patch in map(patch_of, stock_classes([module])) if patch)
 
 
 def holds_known_code(model: nn.Module) -> bool:
-    """Whether something of `model` can be patched."""
+    """Returns whether any module of `model` can be patched."""
     modules = list(model.modules())
     return any(_taken(patch, modules) for patch in map(patch_of, stock_classes(modules)) if patch)
 
 
 def holds(model: nn.Module, model_type: str) -> bool:
-    """Whether a part of `model` is of this family, by transformers' classes, or by its configuration where any code is
-    known. Of types without a function of their own, whether any code is known."""
+    """Returns whether `model` holds a model of this family: a class from the family's folder in transformers, or a
+    configuration of this type together with any known code. For a type without its own function, returns whether any
+    code is known."""
     if model_type not in FAMILIES:
         return holds_known_code(model)
     folder, classes = f"{MODELS}{folder_of(model_type)}.", stock_classes(model.modules())
     if any(c.__module__.startswith(folder) or (model_type == "llama" and patch_of_llamas(c)) for c in classes):
         return True
-    types = map(type_of, model.modules())  # of code that came with its weights
+    types = map(type_of, model.modules())  # for remote code, whose classes are in no folder of transformers
     return any(FUNCTION_OF.get(found) == model_type for found in types) and holds_known_code(model)
 
 
 def type_of(module: nn.Module) -> str | None:
-    """Its `config.model_type`."""
+    """Returns `module.config.model_type`, or None."""
     return getattr(getattr(module, "config", None), "model_type", None)
 
 
 def patch_function(model_type: str, as_liger_kernel: bool = False) -> Callable[..., PatchHandle]:
-    """`apply_liger_kernel_to_<model_type>`; for a part of a model, that of the whole.
+    """Returns `apply_liger_kernel_to_<model_type>`; for the type of a part of a model, the function of the whole model.
 
-    `as_liger_kernel`: as `apply` has it. `inspect.signature` then gives the arguments that Liger-Kernel's function has,
-    of which callers make their own; the others are taken all the same.
+    `as_liger_kernel`: see `apply`. `inspect.signature` then lists only the arguments of Liger-Kernel's function,
+    because callers build their arguments from it. The function also accepts the others.
     """
     family = FUNCTION_OF.get(model_type, model_type)
     if family == "llama" and not as_liger_kernel:
@@ -309,17 +313,17 @@ def patch_function(model_type: str, as_liger_kernel: bool = False) -> Callable[.
         return apply(family, swiglu=activation, unit=unit, as_liger_kernel=as_liger_kernel, **bound.arguments)
 
     patch.__name__ = patch.__qualname__ = f"apply_liger_kernel_to_{family}"
-    patch.__doc__ = f"""Makes Hugging Face models of type {family!r} train with liger_ext; arguments, result and
-    errors are those of :func:`apply_liger_kernel_to_llama`, in Liger-Kernel's order. `geglu` and `relu_squared` are
-    `swiglu` of MLPs with another activation; `layer_norm` is of all `nn.LayerNorm`, which are in the parts that look at
-    images. What runs code that liger_ext does not know stays as it is, with a warning."""
+    patch.__doc__ = f"""Patches Hugging Face models of type {family!r} to train with liger_ext. Arguments, result and
+    errors are those of :func:`apply_liger_kernel_to_llama`, in Liger-Kernel's order. `geglu` and `relu_squared` replace
+    `swiglu` for MLPs with another activation. `layer_norm` controls every `nn.LayerNorm`; these are in vision towers.
+    A module whose code is not known stays unpatched, with a warning."""
     patch.options = tuple(signature.parameters)
     patch.__signature__ = signature.replace(parameters=ordered) if as_liger_kernel else signature
     return patch
 
 
 def __getattr__(name: str) -> object:
-    """The functions of families, and patches: pickled models look for them."""
+    """Returns the function of a family, or a patch by the name that pickles store (`patching.names`)."""
     model_type = name.removeprefix("apply_liger_kernel_to_")
     if model_type in FAMILIES:
         function = globals()[name] = patch_function(model_type)
@@ -335,7 +339,8 @@ _unknown: set[Callable] = set()
 
 
 def _warn_of_unknown(classes: list[type[nn.Module]], wanted: dict[type, bool], wants_loss: bool) -> None:
-    """Once for each class that looks like one that is to be patched, and for the loss, if it runs other code."""
+    """Warns once of each class whose name ends like a part to be patched and whose code is not known, and once of
+    transformers' loss if its code is not known."""
     ends = tuple(end for kind, part in _ENDS.items() if wanted[kind] for end in ENDS[part])
     candidates = [cls for cls in classes if cls.__name__.endswith(ends) and cls not in _unknown]
     unknown = [cls for cls in candidates if patch_of(cls) is None and not is_left_alone(cls)]
@@ -348,7 +353,11 @@ def _warn_of_unknown(classes: list[type[nn.Module]], wanted: dict[type, bool], w
 
 
 def _models_of(model_type: str) -> list[type[nn.Module]]:
-    """The classes of models of a family: with their own constructor, and something to run."""
+    """Returns the model classes of a family that define `__init__` and `forward`.
+
+    Raises:
+        ImportError: this version of transformers lacks the family.
+    """
     folder = folder_of(model_type)
     name = f"{MODELS}{folder}.modeling_{folder}"
     try:
@@ -360,15 +369,15 @@ def _models_of(model_type: str) -> list[type[nn.Module]]:
 
 
 def _replace_loss(models: Iterable[nn.Module], handle: PatchHandle) -> None:
-    """Where transformers' own setter has it; a loss that the user has set stays."""
+    """Stores our loss in the attribute that transformers' setter uses. A loss that the user has set stays."""
     for model in models:
         if "_loss_function" not in vars(model) and model.loss_function is ForCausalLMLoss and knows_loss():
             handle.replace(model, "_loss_function", causal_lm_cross_entropy)
 
 
 def _set_memory(modules: Iterable[nn.Module], level: str | None, handle: PatchHandle, only_new: bool) -> None:
-    """Gives a level of memory to those of `modules` that look at one. None, or with `only_new`: each keeps what it has.
-    One that has none gets, without `level`, what the others have, or "auto"."""
+    """Sets the level of memory of the `modules` that read one (`liger_memory`). With `only_new`, or if `level` is None,
+    a module that has a level keeps it. If `level` is None, a module without one gets another module's, or "auto"."""
     levels = {module: vars(module).get("liger_memory") for module in modules if hasattr(module, "liger_memory")}
     default = level or next(filter(None, levels.values()), "auto")
     for module, now in levels.items():

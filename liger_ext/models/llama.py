@@ -1,7 +1,7 @@
-"""The patches of Llama's classes. `liger_ext.models.patching.swap` gives them to modules.
+"""The patches of Llama's classes: subclasses that `liger_ext.models.patching.swap` assigns to modules.
 
-Each class here replaces the class of the same name in transformers, by a swap on the instance, and is importable under
-that name: a patched model pickles, and is saved with the names of the original classes.
+A patch has the name of the transformers class that it replaces, and is importable under it: a patched model can be
+pickled, and is saved with the names of the original classes.
 """
 
 import ast
@@ -35,11 +35,11 @@ _MODEL_NAMES = tuple(_MODEL.parameters)[1:]
 
 @replaces(modeling_llama)
 class LlamaModel(modeling_llama.LlamaModel):
-    """Gives attention no mask when there is nothing to mask but the future, which sdpa knows.
+    """Passes no mask to attention if only future tokens are masked: sdpa masks these by itself.
 
-    transformers (4.53 on) looks into position_ids and attention_mask for packed or padded rows, and waits for the GPU
-    to do so. A graph of torch.compile cannot look: it gets a mask of [batch, 1, seq, seq], with which sdpa cannot use
-    its fast kernels. What was not passed needs no look.
+    transformers (4.53 on) reads the values of position_ids and attention_mask to detect packed or padded rows, and
+    waits for the GPU to do so. A graph of torch.compile cannot read values: it builds a mask of [batch, 1, seq, seq],
+    with which sdpa cannot use its fast kernels. Arguments that were not passed need no such check.
     """
 
     def forward(self, *args, **kwargs):
@@ -58,16 +58,16 @@ class LlamaModel(modeling_llama.LlamaModel):
 
 _forward_without_mask = copy_forward(LlamaModel, create_causal_mask=lambda *args, **kwargs: None)
 
-# transformers (4.54 on) looks up by a class's name what output_hidden_states and output_attentions record.
+# transformers (4.54 on) looks up by class name which values output_hidden_states and output_attentions record.
 if hasattr(modeling_utils, "_CAN_RECORD_REGISTRY"):
     dict.__setitem__(modeling_utils._CAN_RECORD_REGISTRY, str(LlamaModel), LlamaModel._can_record_outputs)
 
 
 def _needs_no_mask(config, arguments: dict[str, object]) -> bool:
-    """Whether nothing in a call of LlamaModel asks for a mask, and attention is sdpa, which can do without."""
+    """Returns whether no argument of a call of LlamaModel requires a mask, and attention is sdpa, which needs none."""
     return (
         config._attn_implementation == "sdpa"
-        and modeling_llama.create_causal_mask is create_causal_mask  # not one that other code has put there
+        and modeling_llama.create_causal_mask is create_causal_mask  # not replaced by other code
         and ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is sdpa_mask
         and all(arguments.get(name) is None for name in _MAKE_A_MASK)
     )
@@ -77,7 +77,7 @@ _MAKE_A_MASK = ("attention_mask", "position_ids", "past_key_values", "cache", "c
 
 
 def knows_model(cls: type[nn.Module]) -> bool:
-    """Whether `cls.forward` does with the tokens, and with the mask, what `LlamaModel` here takes it to do."""
+    """Returns whether `cls.forward` uses the token ids and builds the mask as the `LlamaModel` of this file assumes."""
     definition = definition_of(cls.forward)
     if definition is None:
         return False

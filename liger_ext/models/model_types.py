@@ -1,11 +1,14 @@
-"""The model types that have functions of their own: what the functions take, and where transformers has their classes.
+"""Tables of the model types that have a function `apply_liger_kernel_to_<type>`: the function's arguments; the types of
+parts of a model (a language model in a model of images and text), which the function of the whole model patches; and
+the folders in transformers.models whose name differs from the type.
 
-The functions are made of this (`liger_ext.models.families.patch_function`); a model's code is told by its classes.
+`liger_ext.models.families.patch_function` builds the functions from these tables. The tables do not decide which
+modules are patched: recognition reads the code of a model's classes.
 """
 
 _GATES = "rope cross_entropy fused_linear_cross_entropy rms_norm {} model"
 
-# The arguments, in Liger-Kernel's order, of `apply_liger_kernel_to_` these. What others take can be given by name.
+# The arguments of each type's function, in Liger-Kernel's order. Llama's other arguments can be passed by name.
 _FUNCTIONS = {
     _GATES.format("swiglu"): """
         llama cohere2 deepseek_v3 deepseek_v4 ernie4_5 exaone4 falcon_h1 glm4 glm4v glm4v_moe gpt_oss granite
@@ -24,10 +27,10 @@ _FUNCTIONS = {
 }
 FAMILIES = {name: tuple(taken.split()) for taken, names in _FUNCTIONS.items() for name in names.split()}
 
-# Of the arguments, those that say `swiglu` of MLPs with another activation.
+# The names of the MLP's switch: `swiglu`, or the name of another activation.
 UNITS = ("swiglu", "geglu", "relu_squared")
 
-# `config.model_type` of parts of a model: the function of the whole.
+# `config.model_type` of a part of a model: the type of the whole model, whose function patches the part.
 _PARTS = {
     "llama4_text": "llama4",
     "mllama_text_model": "mllama",
@@ -40,7 +43,7 @@ _PARTS = {
 }
 FUNCTION_OF = {name: name for name in FAMILIES} | _PARTS
 
-# The folder in transformers.models, where it is not called as the function.
+# The folders in transformers.models whose name differs from the function's.
 _FOLDERS = {"gemma3_text": "gemma3", "gemma4_text": "gemma4"}
 
 

@@ -1,8 +1,9 @@
-"""Makes the patch of a class of transformers: a subclass that takes its place, built from what recognition finds.
+"""Builds the patch of a transformers class: a subclass that replaces the class of a module.
 
-A class is a mixin of ours (`entry.replacement` in the table of known code) on top of transformers' class, with the
-names of that class's attributes in place of the mixin's. Nothing of the installed version is taken for granted: Llama's
-own classes, whose patches are written out in `liger_ext.models.llama`, are recognised like all others.
+A patch inherits from one of our mixins (`replacement` in the table of known code) and from the transformers class. The
+mixin reads the module's attributes by names that the table binds (EPS = "variance_epsilon"). No class of the installed
+transformers is patched before its code is recognised. This includes Llama's classes, although `liger_ext.models.llama`
+defines their patches by hand.
 """
 
 import dataclasses
@@ -29,10 +30,10 @@ from liger_ext.models.recognise.reading import code_read
 
 
 def patch_of(cls: type[nn.Module]) -> type[nn.Module] | None:
-    """The subclass that takes the place of a class of transformers; None where its code is not known."""
+    """Returns the patch of a transformers class; None if its code is not known."""
     of_llama = patch_of_llamas(cls)
     if of_llama and any(find_replacements(of_llama)):
-        return of_llama  # which `swap_classes` refuses, and says whose code is there
+        return of_llama  # `swap_classes` refuses this patch and names the code that replaced transformers'
     if of_llama is llama.LlamaModel:
         return of_llama if llama.knows_model(cls) else None
     found = _recognised(cls)
@@ -46,15 +47,15 @@ def patch_of(cls: type[nn.Module]) -> type[nn.Module] | None:
 
 @dataclasses.dataclass
 class Recognised:
-    """The replacement of a class of transformers."""
+    """The result of recognition for a transformers class."""
 
     kind: type | None  # the mixin; None: nothing in the class can be fused
-    attributes: dict[str, object]  # of the patch
-    functions: dict[str, Callable]  # what names in the class's `forward` are to mean
+    attributes: dict[str, object]  # class attributes of the patch
+    functions: dict[str, Callable]  # replacements of global functions that the class's `forward` calls, by name
 
 
 def recognise(cls: type[nn.Module]) -> Recognised | None:
-    """None if the code of `cls` is not known."""
+    """Looks up the code of `cls`; returns None if it is not known."""
     found = look_up(cls)
     if found is not None:
         (entry, form), kind = found, _kind_of(found[0])
@@ -66,14 +67,16 @@ def recognise(cls: type[nn.Module]) -> Recognised | None:
 
 
 def _names_of_author(cls: type[nn.Module]) -> set[str]:
-    """The names that code which came with weights defines in the class, and those that this code reads or sets."""
+    """Returns the names that remote code (`trust_remote_code=True`) defines in the class, and those that its methods
+    read or set."""
     written = [value for c in cls.__mro__ if c.__module__.startswith(REMOTE) for value in vars(c).items()]
     codes = (getattr(inspect.unwrap(value), "__code__", None) for _, value in written if callable(value))
     return {name for name, _ in written}.union(*(code.co_names for code in codes if code))
 
 
 def _names_of_ours(kind: type | None) -> set[str]:
-    """The names of a mixin's methods and attributes. An author's attribute of such a name would replace ours."""
+    """Returns the names of a mixin's methods and attributes. An attribute with the same name in remote code would
+    collide with the mixin's."""
     ours = [name for c in kind.__mro__ if c is not object for name in vars(c)] if kind else []
     return {name for name in ours if name != "forward" and not name.startswith("__")}
 
@@ -86,7 +89,7 @@ def _kind_of(entry: Entry) -> type | None:
 
 
 def _recognised(cls: type[nn.Module]) -> Recognised | None:
-    """`recognise(cls)`, remembered until somebody edits what it reads."""
+    """Returns `recognise(cls)`, cached until the code that it reads is edited."""
     return _recognise_once(cls, code_read(cls.forward, cls), code_read(loss_utils.ForCausalLMLoss))
 
 
@@ -97,13 +100,13 @@ def _recognise_once(cls: type[nn.Module], code: tuple, of_loss: tuple) -> Recogn
 
 @functools.cache
 def _patch_made(cls: type[nn.Module], kind: type, attributes: tuple[tuple[str, object], ...]) -> type[nn.Module]:
-    if cls.__module__.startswith(REMOTE):  # transformers copies the file of the class's module beside saved weights
+    if cls.__module__.startswith(REMOTE):  # `save_pretrained` copies the file of this module next to the weights
         namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    else:  # the module's __getattr__ finds it again
+    else:  # pickle finds the class through the `__getattr__` of that module
         namespace = {"__module__": "liger_ext.models.families", "__qualname__": name_of(cls)}
     if hasattr(kind, "forward"):
         arguments = [*inspect.signature(cls.forward).parameters][1:]
-        takes_same = not issubclass(kind, DecoderLayer)  # layers take all of them by name
+        takes_same = not issubclass(kind, DecoderLayer)  # which takes *args and **kwargs
         namespace["forward"] = with_arguments(kind.forward, arguments) if takes_same else kind.forward
     patch = type(cls)(cls.__name__, (kind, cls), namespace | dict(attributes))
     if cls.__module__.startswith(REMOTE):
@@ -113,12 +116,12 @@ def _patch_made(cls: type[nn.Module], kind: type, attributes: tuple[tuple[str, o
 
 
 def _patch_or_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class that a pickle of a patched module is loaded with: the author's own, if its code is not known here."""
+    """Returns the class of an unpickled module: the patch of `cls`, or `cls` itself if its code is not known here."""
     return patch_of(cls) or cls
 
 
 def is_left_alone(cls: type[nn.Module]) -> bool:
-    """Whether nothing is to be gained: the code is known, or is an attention's that applies no rotary embedding."""
+    """Returns whether `cls` has nothing to fuse: the table says so, or it is an attention without rotary embeddings."""
     found = _recognised(cls)
     if found is None and cls.__name__.endswith(ENDS["attention"]):
         text = text_of(cls.forward)
@@ -127,8 +130,8 @@ def is_left_alone(cls: type[nn.Module]) -> bool:
 
 
 def stock_classes(modules: Iterable[nn.Module]) -> list[type[nn.Module]]:
-    """The classes of models of transformers, or of code that came with the weights, that `modules` are of, or are
-    derived from."""
+    """Returns, for each class of `modules`, the nearest ancestor with its own `forward` that transformers or remote
+    code defines."""
     found = {}
     for cls in dict.fromkeys(map(type, modules)):
         stock = [c for c in cls.__mro__ if c.__module__.startswith(MODELS) or is_remote(c) or patch_of_llamas(c)]
@@ -137,12 +140,13 @@ def stock_classes(modules: Iterable[nn.Module]) -> list[type[nn.Module]]:
 
 
 def is_remote(cls: type) -> bool:
-    """Whether `cls` is a class of code that came with a model's weights, and its `forward` is written there."""
+    """Returns whether remote code (`trust_remote_code=True`) defines `cls` and its `forward`."""
     written = cls.__module__.startswith(REMOTE) and issubclass(cls, nn.Module) and not is_patch(cls)
     return written and not inherits_forward(cls, super(cls, cls))
 
 
 def patch_of_llamas(cls: type) -> type[nn.Module] | None:
-    """The patch of a class of Llama's: by the class, which may be one that other code has put there."""
+    """Returns the patch that `liger_ext.models.llama` defines for `cls`: a Llama class, or a class with which other
+    code had replaced it before that module was imported."""
     patch = getattr(llama, cls.__name__, None)
     return patch if isinstance(patch, type) and cls in patch.__bases__ else None

@@ -1,10 +1,12 @@
-"""The list of ops: a line for each file of this folder but the helpers (``_*.py``).
+"""The list of ops: imports each file of this folder, except the helpers (``_*.py``).
 
-A file is called as its op or family, and has all that is Python of it: the public functions, modules and upstream's
-names, which its ``__all__`` names, the fake implementation and the autograd formula. The line here makes them public:
-in ``liger_ext``, and in ``liger_ext.functional``, ``liger_ext.modules`` or ``liger_ext.compat``, by what they are.
+A file is named after its op or family and has all of the op's Python code: the public functions, modules and
+Liger-Kernel's names (listed in ``__all__``), the fake implementation and the autograd formula. The import adds the
+names of ``__all__`` to ``liger_ext``, and to ``liger_ext.modules`` (``nn.Module`` classes), ``liger_ext.compat``
+(``liger_*``) or ``liger_ext.functional`` (the rest).
 
-``liger_ext.ops.jsd`` is then the function; other names of its file are imported from it: ``from liger_ext.ops.jsd ...``
+The import also replaces the attribute ``liger_ext.ops.jsd``, the file's module, by the function. Import other names of
+such a file with ``from liger_ext.ops.jsd import ...``.
 """
 # ruff: noqa: F403
 
@@ -25,5 +27,5 @@ from liger_ext.ops.rope import *
 from liger_ext.ops.softmax import *
 from liger_ext.ops.stream_copy import *
 
-# What these lines brought, by name; Python itself adds the files' names (``liger_ext.ops.glu``).
+# The imported names. Python itself adds the files' modules (``liger_ext.ops.glu``), which are left out.
 PUBLIC = {n: v for n, v in sorted(globals().items()) if not (n.startswith("_") or isinstance(v, _types.ModuleType))}

@@ -1,7 +1,7 @@
-"""What the public functions check themselves, and the names of the ops' integer modes.
+"""Checks of arguments that the public functions run before they call an op, and the names of the ops' integer modes.
 
-An op's own arguments are checked in C++ (``csrc/checks``), in every call and while a graph is traced. Here is what has
-to hold before an op can be called; torch.compile traces it. Sizes may be symbolic: nothing converts one to int.
+C++ checks the arguments of the ops themselves (``csrc/checks``), in every call and while a graph is traced.
+torch.compile traces the checks of this file. Sizes may be symbolic, so no function here may convert a size to int.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ REDUCTIONS: Mapping[object, int] = {name: int(code) for name, code in _C.Reducti
 
 ROPE_LAYOUTS: Mapping[object, int] = {name: int(code) for name, code in _C.RopeLayout.__members__.items()}
 
-# Upstream also takes the integers.
+# Liger-Kernel's functions also accept the integers.
 CASTING_MODES: Mapping[object, int] = {"llama": 0, "gemma": 1, "none": -1, 0: 0, 1: 1, -1: -1}
 
 
 def code_of(op: str, argument: str, value: object, codes: Mapping[object, int]) -> int:
-    """The integer that stands for a named mode in an op's schema."""
+    """Returns the integer of a named mode in an op's schema. Raises ValueError for an unknown name."""
     code = codes.get(value) if isinstance(value, (str, int)) else None
     if code is None:
         names = [repr(name) for name in codes if isinstance(name, str)]
@@ -32,9 +32,9 @@ def code_of(op: str, argument: str, value: object, codes: Mapping[object, int]) 
 
 
 def holds(condition: bool | torch.SymBool, guards: bool = True) -> bool:
-    """Whether a condition on sizes holds; False where a graph is made and they are known at run time only. Without
-    ``guards``, also where the graph would need a guard to know it."""
-    if isinstance(condition, Tensor):  # torch.jit.trace makes tensors of sizes
+    """Returns whether a condition on sizes holds. While a graph is traced it is False for sizes that are known at run
+    time only; without ``guards``, also if the answer would add a guard to the graph."""
+    if isinstance(condition, Tensor):  # torch.jit.trace replaces sizes by tensors
         return bool(condition)
     if isinstance(condition, bool) and not torch.compiler.is_compiling():
         return condition
@@ -44,14 +44,15 @@ def holds(condition: bool | torch.SymBool, guards: bool = True) -> bool:
 
 
 def check_tensors(op: str, **arguments: object) -> None:
-    """Raises TypeError for what is no tensor; torch's dispatcher would, but after a function has asked for shapes."""
+    """Raises TypeError for an argument that is not a tensor. torch's dispatcher does so, too, but only after the public
+    function has read shapes."""
     for name, value in arguments.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{op}: {name} must be a Tensor, not {type(value).__name__}")
 
 
 def check_integer(op: str, expected: str = "an integer", /, **arguments: object) -> None:
-    """Raises TypeError for what is no integer; the dispatcher takes True, a dtype or a tensor for one."""
+    """Raises TypeError for an argument that is no integer. The dispatcher would accept True, a dtype or a tensor."""
     for name, value in arguments.items():
         if type(value) is not int and (
             isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt))
@@ -60,13 +61,14 @@ def check_integer(op: str, expected: str = "an integer", /, **arguments: object)
 
 
 def check_classes(op: str, name: str, t: Tensor) -> None:
-    """In the shape that the user gave; the op gets rows."""
+    """Raises ValueError for a tensor without classes. The message has the user's shape; the op's own check would print
+    the reshaped one."""
     if t.dim() < 1 or t.shape[-1] == 0:
         raise ValueError(f"{op}: {name} has shape {shape_text(t)}, expected (..., vocab_size) with vocab_size > 0")
 
 
 def class_targets(target: Tensor) -> Tensor:
-    """int64, which the ops take; torch's losses take uint8, too."""
+    """Returns uint8 targets, which torch's losses accept, as int64, which the ops require."""
     return target.long() if target.dtype == torch.uint8 else target
 
 
@@ -80,5 +82,5 @@ def shape_text(t: Tensor) -> str:
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Statistics, losses and sums: float32, and float64 for float64 tensors."""
+    """Returns the dtype of statistics, losses and sums: float32, or float64 for float64 tensors."""
     return torch.float64 if dtype == torch.float64 else torch.float32

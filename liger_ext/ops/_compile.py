@@ -1,10 +1,11 @@
-"""What torch.compile and torch's counter of flops have to be told, without an import of them: `torch.compiler`'s
-decorators import torch._dynamo, and the counter imports triton. Each takes longer than all else in `import liger_ext`.
+"""Registers the ops with torch.compile and torch's flop counter without importing either.
 
-Our ops are made known to its code generator, as it would do itself, before it meets them. Before torch 2.13 it
-describes an op that it does not know in a text for its log, whether anybody reads that or not, with all that the op's
-arguments come from, and all that those come from. For the loss of a model of 16 layers that took longer than anybody
-waits.
+`torch.compiler`'s decorators import torch._dynamo, and the flop counter imports triton. Each takes longer than the rest
+of `import liger_ext`.
+
+The ops are registered with Inductor before it first meets them. For an op without a lowering, Inductor registers the
+same fallback itself; but before torch 2.13 it also builds a log text that describes the op's arguments, their inputs,
+and so on, whether the log is on or not. For the loss of a model of 16 layers that practically never ends.
 """
 
 from __future__ import annotations
@@ -23,29 +24,30 @@ _ops: list[torch._ops.OpOverload] = []
 
 
 def introduce(op: torch._ops.OpOverload) -> None:
-    """Has `op` known from the next call of `make_known` on."""
+    """Adds `op` to the ops that the next call of `make_known` registers with Inductor."""
     _ops.append(op)
 
 
 def make_known() -> None:
-    """Called while graphs are traced; the code generator is imported by then, if it is used at all."""
+    """Registers the ops of `introduce` with Inductor. It is called while a graph is traced: then Inductor, if it is
+    used, is imported."""
     graph = sys.modules.get("torch._inductor.graph")
     while _ops and graph is not None:
         op = _ops.pop()
-        with contextlib.suppress(AttributeError):  # of a torch that has other names: it makes them known itself
+        with contextlib.suppress(AttributeError):  # in a torch with other names, Inductor registers the op itself
             if op not in graph.lowerings:
                 tag = graph.get_layout_constraint_tag(op, with_default=True)
                 graph.make_fallback(op, layout_constraint=graph.tag_to_layout_constraint(tag))
 
 
 def assume_constant_result(function: Callable) -> Callable:
-    """As `torch.compiler.assume_constant_result`: a graph has the function's result in place of the call."""
+    """Does what `torch.compiler.assume_constant_result` does: a graph contains the function's result as a constant."""
     function._dynamo_marked_constant = True
     return function
 
 
 def outside_of_graphs(function: Callable) -> Callable:
-    """As `torch.compiler.disable`: a call ends the graph, and runs as it does where nothing is compiled."""
+    """Does what `torch.compiler.disable` does: a call breaks the graph and runs eagerly."""
 
     @functools.wraps(function)
     def call(*args, **kwargs):
@@ -58,7 +60,7 @@ def outside_of_graphs(function: Callable) -> Callable:
 
 
 def flop_formula(op: torch._ops.OpOverloadPacket) -> Callable:
-    """As `torch.utils.flop_counter.register_flop_formula`, when that module is imported."""
+    """Does what `torch.utils.flop_counter.register_flop_formula` does, as soon as that module is imported."""
 
     def register(formula: Callable) -> Callable:
         counter = sys.modules.get(_COUNTER)
@@ -76,7 +78,7 @@ _formulas: list[tuple[torch._ops.OpOverloadPacket, Callable]] = []
 
 
 class _CounterFinder(importlib.abc.MetaPathFinder):
-    """Finds the counter's module as it would be found without this, and registers the formulas once it has run."""
+    """Finds the flop counter's module through the other finders, and registers the formulas once the module has run."""
 
     _looks = False
 

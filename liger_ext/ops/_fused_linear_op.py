@@ -1,17 +1,19 @@
-"""The op of the fused loss in torch: its shapes without data, its autograd, its rule under autocast, its flops.
+"""The fused loss's op in torch: its fake implementation, autograd formula, autocast rule and flop formulas.
 
-The op says which gradients are wanted, how many rows and classes of logits may exist at a time, and how the gradients
-come about (``_C.Gradients``):
+The op's arguments name the gradients to compute, the number of rows and classes of logits that may exist at a time, and
+the strategy for the gradients (``_C.Gradients``). Two matmuls compute dx and dweight from the gradient of the logits.
+That gradient contains neither the upstream gradient nor the denominator of a mean, which are applied later.
 
-* deferred: all logits exist at once (wide ones: a chunk of rows). The forward saves their gradient (without loss scale
-  and denominator), and the backward runs the two matmuls.
-* overlaid: the same, where that gradient waits in the memory that becomes dweight.
-* accumulated: several chunks. The forward adds up dx and dweight, also without scale; the backward scales them.
-* recomputed: several chunks and reduction "none", where each row's gradient has a factor of its own: the backward runs
-  the chunks again.
+* deferred: all logits exist at once (logits in float32 with 16-bit matmuls: a chunk of rows). The forward saves their
+  gradient, and the backward runs the two matmuls.
+* overlaid: as deferred, but the forward saves the gradient of the logits in the memory that becomes dweight. Classes
+  that do not fit are saved in an overflow buffer, or the backward recomputes their logits.
+* accumulated: several chunks. The forward sums dx and dweight over chunks; the backward scales the sums.
+* recomputed: several chunks and reduction "none", where each row's gradient has its own factor. The backward recomputes
+  the chunks.
 
-Where a second backward may follow, and where others see what is saved (hooks, graphs of torch.compile), saved tensors
-are read, never written. Else the backward makes dweight in the memory that the forward has prepared for it.
+If a second backward may follow, or other code sees the saved tensors (hooks, graphs of torch.compile), the backward
+only reads them. Otherwise it computes dweight in the memory that the forward has allocated for it.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ _DEFERRED, _ACCUMULATED, _RECOMPUTED, _OVERLAID = map(
 )
 
 
-TENSORS = 7  # of the op's arguments, which come first
-ENTROPY = 4  # the place of the entropy among the op's results
+TENSORS = 7  # the number of the op's tensor arguments, which come first
+ENTROPY = 4  # the index of the entropy in the op's results
 
 
 class LossArguments(NamedTuple):
@@ -81,7 +83,7 @@ class LossArguments(NamedTuple):
 
     @property
     def compute(self) -> torch.dtype:
-        """The dtype of the matmuls; that of the losses is its accumulator."""
+        """The dtype of the matmuls. The losses have the dtype of its accumulator."""
         return _compute(self.x, self.weight, self.compute_dtype)
 
     def wide_logits(self, x: Tensor, weight: Tensor) -> bool:
@@ -89,14 +91,14 @@ class LossArguments(NamedTuple):
         return self.logits_dtype not in (None, _compute(x, weight, self.compute_dtype))
 
 
-# The options that the backwards take. Of the flags of results they take that of the entropy alone.
+# The options that the backward ops take: all but the ``return_*`` flags, except ``return_entropy``.
 _BACKWARD_OPTIONS = [
     name for name in LossArguments._fields[TENSORS:] if name == "return_entropy" or not name.startswith("return_")
 ]
 
 
 def autocast_dtype(device_type: str, x: Tensor, weight: Tensor) -> torch.dtype | None:
-    # As torch's own matmuls do, autocast leaves float64 alone. torch has no autocast for other devices (meta).
+    # Autocast does not cast float64, as in torch's matmuls. torch has no autocast for other devices (meta).
     if device_type not in ("cpu", "cuda"):
         return None
     if x.dtype == torch.float64 or weight.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
@@ -185,28 +187,30 @@ def _setup_context(ctx, inputs, output):
     entropy = output[ENTROPY] if of.return_entropy else None
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*(t for t in others if t is not entropy))
-    # Its own `.data` may be replaced before the backward, which torch's linear layers, saving a view, do not notice.
-    # DeepSpeed's ZeRO 3 empties its parameters, which are told by this attribute, behind the forward, to save memory,
-    # and fills them again before the backward.
+    # The detached weight is saved, as torch's linear layers save a view: a new `.data` of the parameter before the
+    # backward then has no effect. With DeepSpeed's ZeRO 3 (attribute ds_id) the parameter itself is saved: ZeRO 3
+    # empties its parameters after the forward to save memory, and fills them again before the backward.
     kept = weight if hasattr(weight, "ds_id") else weight.detach()
     for_backward = output[-5:]
     both = (None, None) if entropy is None else (output[0], entropy)
     ctx.save_for_backward(x, kept, target, bias, ce_weight, of.temperature, *both, *for_backward)
     dweight = for_backward[3]
-    # May the backward overwrite dweight's memory? Only if nobody else sees it, the caller of the op itself included.
+    # The backward may overwrite dweight's memory only if no other code sees it, including the caller of the op.
     ctx.own_dweight = getattr(ctx, "unseen", False) and dweight.numel() > 0 and unseen(dweight)
-    ctx.options = LossArguments(*(None,) * TENSORS, *of[TENSORS:])  # the tensors are saved apart
+    ctx.options = LossArguments(*(None,) * TENSORS, *of[TENSORS:])  # without the tensors, which ctx saves
 
 
 def unseen(saved: Tensor) -> bool:
-    """Whether nobody sees what is saved for a backward: no hooks, and no graph that is being compiled."""
+    """Whether no other code sees a saved tensor: there are no hooks for saved tensors, and no graph is being traced."""
     hooks = not _saved_tensors_hooks_is_enabled() or _top_saved_tensors_default_hooks(False) is not None
     return type(saved) is Tensor and not hooks
 
 
 def mixed(dloss: Tensor | None, dentropy: Tensor, loss: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
-    """The factor of each row's gradient, and the numbers A, E, C and log p[target] that make its gradient of the logits
-    x': ``p * (A + E * log p) - C * onehot`` (csrc/kernels/cross_entropy.h), so that factor times it is
+    """Combines the upstream gradients of loss and entropy, for a kernel that computes one gradient of the logits x'.
+
+    Returns a factor for each row, and the row's A, E, C and log p[target]. With ``p * (A + E * log p) - C * onehot``
+    (csrc/kernels/cross_entropy.h), the factor times this gradient is
     ``dloss * (p - onehot) - dentropy * p * (log p + entropy)``."""
     dloss = torch.zeros_like(dentropy) if dloss is None else dloss
     factor = torch.maximum(dloss.abs(), dentropy.abs())
@@ -216,13 +220,13 @@ def mixed(dloss: Tensor | None, dentropy: Tensor, loss: Tensor, entropy: Tensor)
 
 
 def rows_again(weight: Tensor, wide_logits: bool) -> int:
-    """How many rows of logits a backward makes again at a time: they take no more memory than dweight. Wide ones have
-    their gradient beside them."""
+    """Returns the number of rows of logits that a backward recomputes at a time. They take no more memory than dweight;
+    logits in float32 count with their gradient."""
     return max(weight.shape[1] // (3 if wide_logits else 1), 128)
 
 
 def _recomputed(of: LossArguments, x: Tensor, weight: Tensor) -> LossArguments:
-    """The plan of a backward that computes the logits again: in the forward's chunks, if it had some."""
+    """Returns the arguments of a backward that recomputes the logits, in the forward's chunks if it had several."""
     if of.gradients not in (_ACCUMULATED, _RECOMPUTED):
         rows = rows_again(weight, of.wide_logits(x, weight))
         of = of._replace(chunk_rows=rows, chunk_classes=weight.shape[0])
@@ -230,7 +234,8 @@ def _recomputed(of: LossArguments, x: Tensor, weight: Tensor) -> LossArguments:
 
 
 def scaled(dloss: Tensor, temperature: Tensor | None, logit_scale: float) -> Tensor:
-    """The factor of each row's gradient of its logits, from that of the transformed ones."""
+    """Returns the factor of each row's gradient of the logits: that of the transformed logits times their derivative
+    by scale and temperature."""
     if temperature is None and logit_scale == 1:
         return dloss
     return dloss * (logit_scale if temperature is None else logit_scale / temperature)
@@ -251,12 +256,12 @@ def _backward(ctx, saved, dloss, *others):
         if dentropy is not None:
             dloss, mix = mixed(dloss, dentropy, loss, entropy)
             if not (in_place and of.gradients == _OVERLAID and of.softcap is None):
-                # Others may see the stored gradient of the logits, or it holds no probabilities. So the backward
-                # recomputes the logits.
+                # The stored gradient of the logits may not be overwritten, or contains no probabilities. So the
+                # backward recomputes the logits.
                 in_place, of = False, _recomputed(of, x, weight)
         dloss = scaled(dloss, temperature, of.logit_scale)
         inputs = x, weight, target, bias, ce_weight, temperature, mix
-        # The options are those of the forward, since they decide what it saved.
+        # The options must be those of the forward, since the saved tensors depend on them.
         options = (getattr(of, name) for name in _BACKWARD_OPTIONS)
         if in_place:
             counts, rest, dx, memory, dbias = made
@@ -292,7 +297,7 @@ def _matmul_flops(x_shape, weight_shape, matmuls: int) -> int:
 @flop_formula(torch.ops.liger_ext.fused_linear_cross_entropy)
 def _forward_flops(x_shape, weight_shape, *args, **_) -> int:
     gradients, _, chunk_classes, need_dx, need_dweight, _ = args[-6:]
-    # If the vocabulary is cut into chunks, logits are made twice: for their statistics, and for their gradient.
+    # With chunks of classes, the logits are computed twice: for their statistics, and for their gradient.
     again = gradients == _ACCUMULATED and chunk_classes < weight_shape[0]
     return _matmul_flops(x_shape, weight_shape, 1 + again + (gradients == _ACCUMULATED) * (need_dx + need_dweight))
 
@@ -302,7 +307,7 @@ def _backward_flops(dloss_shape, x_shape, weight_shape, *args, **_) -> int:
     gradients, _, chunk_classes, need_dx, need_dweight, _ = args[-6:]
     logits = (gradients == _RECOMPUTED) * (1 + (chunk_classes < weight_shape[0]))
     matmuls = (gradients in (_DEFERRED, _RECOMPUTED, _OVERLAID)) * (need_dx + need_dweight)
-    # Logits of classes whose gradient is not stored are made again.
+    # The logits of classes whose gradient is not stored are recomputed.
     again = (weight_shape[0] - chunk_classes if gradients == _OVERLAID else 0), weight_shape[1]
     return _matmul_flops(x_shape, weight_shape, logits + matmuls) + _matmul_flops(
         x_shape, (max(again[0], 0), again[1]), 1

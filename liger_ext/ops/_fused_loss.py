@@ -1,7 +1,7 @@
-"""Prepares a call of the fused loss's op, for the public functions on top of it.
+"""Prepares a call of the fused loss's op, for ``fused_linear_cross_entropy`` and ``linear_log_probs``.
 
-The C++ op cannot ask a tensor whether it requires a gradient. So this finds out which gradients are wanted, and chooses
-the plan by which they come about (``_loss_plan.py``, ``_fused_linear_op.py``).
+The C++ op cannot read whether a tensor requires a gradient. So ``fused_loss`` determines the gradients to compute and
+chooses their plan (``_loss_plan.py``, ``_fused_linear_op.py``).
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ def fused_loss(
     normalizer: Tensor | float | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
 ) -> tuple[Tensor, ...]:
-    """The results of the op, of all rows of x, in one dimension: loss, z_loss, token_accuracy, predicted_tokens,
-    entropy, mean_logits and log_sum_sq. ``op``: the public function, for errors. ``temperature``: ``(rows,)``."""
+    """Checks the arguments, calls the op, and returns its results for all rows of x, flattened: loss, z_loss,
+    token_accuracy, predicted_tokens, entropy, mean_logits and log_sum_sq. ``op``: the public function's name, for
+    errors. ``temperature``: ``(rows,)``."""
     moments = return_entropy or return_mean_logits or return_log_sum_sq
     check_tensors(op, x=x, weight=weight, target=target)
     check_integer(op, ignore_index=ignore_index)
@@ -130,7 +131,7 @@ def fused_loss(
             moments=moments,
             temperature=temperature is not None or holds(logit_scale != 1),
             wide_logits=logits_dtype == torch.float32 and dtype.itemsize == 2,
-            # Nothing is overlaid in graphs, where nobody writes what an op returned.
+            # No overlaid plan in a graph: it would overwrite a result of another op.
             overlays=shard is None and not torch.compiler.is_compiling(),
             all_rows=0 if listed is None else target.numel(),
             copies=_copies(x, flat, weight, bias, ce_weight),
@@ -176,18 +177,18 @@ def fused_loss(
 
 
 def _copies(x: Tensor, flat: Tensor, weight: Tensor, *vectors: Tensor | None) -> int:
-    """Bytes of the arguments in memory where a kernel can read them, which may not be their own."""
+    """Returns the bytes of the arguments' copies: those that reshaping or the kernels' layouts require, and vectors."""
     if torch.compiler.is_compiling():
         return 0
     copied = [t for t in (flat, weight) if t.dim() == 2 and (t.stride(1) != 1 or t.stride(0) < t.shape[1])]
     if x.dim() > 2 and not x.is_contiguous():
-        copied.append(flat)  # reshape() may have made it
+        copied.append(flat)  # reshape() may have copied x
     copied += [t for t in vectors if t is not None]
     return sum(t.numel() * t.element_size() for t in copied)
 
 
 def _normalizer(op: str, value: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    # Neither way waits for the device.
+    # Neither branch synchronises with the device.
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{op}: normalizer has shape {shape_text(value)}, expected one number")

@@ -1,5 +1,8 @@
-"""The devices for which the fused loss chooses plans: the profile and the rates of each. A call has the index of its
-device in ``DEVICES``, since a graph of torch.compile takes an integer for a constant."""
+"""The table of devices for which the fused loss chooses plans, with the profile of each device and its rates: flop/s of
+matmuls, bytes/s of memory and seconds of a kernel launch.
+
+A call stores the index of its device in ``DEVICES``, since torch.compile can store an integer as a constant of a graph.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from liger_ext.ops._compile import assume_constant_result
 
 
 class Device(NamedTuple):
-    """``profile``: None for a CPU."""
+    """A device's profile (None for a CPU) and rates."""
 
     profile: _C.DeviceProfile | None
     rates: _C.Rates
@@ -24,13 +27,13 @@ DEVICES: list[Device] = []
 
 @assume_constant_result
 def device_of(device: torch.device) -> int:
-    """The device that tensors are on."""
+    """Returns the index of the device of a tensor."""
     return _gpu(device.index) if device.type == "cuda" else device_with(None)
 
 
 @functools.cache
 def device_with(profile: _C.DeviceProfile | None) -> int:
-    """A GPU of this profile, which need not be here; None: a CPU."""
+    """Adds a GPU of this profile, which need not be in this machine, or a CPU (None). Returns its index."""
     DEVICES.append(Device(profile, _C.device_rates(None) if profile is None else _tuned.rates_of(profile)))
     return len(DEVICES) - 1
 
@@ -41,7 +44,7 @@ def _gpu(index: int | None) -> int:
 
     index = torch.cuda.current_device() if index is None else index
     profile = running_profile(index)
-    if profile is None:  # without a GPU library, the op raises an error of its own
+    if profile is None:  # there is no GPU library: the op itself raises the error
         profile = _C.DeviceProfile()
         profile.memory_bytes = torch.cuda.get_device_properties(index).total_memory
     return device_with(profile)

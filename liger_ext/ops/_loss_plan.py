@@ -1,10 +1,10 @@
-"""Chooses the fused loss's plan: how its rows and classes are cut into chunks, and where the gradient of the logits is
-stored until the matmuls that use it.
+"""Chooses the fused loss's plan: how the rows and classes of its logits are cut into chunks, and where the gradient of
+the logits is stored until the matmuls that use it.
 
-``candidates`` lists the plans that are worth a look. A trace of the op's own code (csrc/trace) gives the memory of each
-and an estimate of its time on the device. ``front`` keeps those that no other plan beats in both, and a level of
-``memory``, or a number of bytes, picks one of them. A plan depends only on facts that are the same from call to call,
-never on how much memory is free, so that the same call gives the same bits.
+``candidates`` lists plans. csrc/trace runs the op's code with tensors without data, and so computes each plan's memory
+and estimates its time on the device ("trace"). ``front`` drops every plan that another plan beats in both. Among the
+remaining plans, a level of ``memory`` or a number of bytes selects one. A plan depends only on facts that are the same
+from call to call, never on the free memory, so that the same call gives the same bits.
 """
 
 from __future__ import annotations
@@ -22,32 +22,33 @@ from liger_ext.ops._compile import assume_constant_result
 from liger_ext.ops._loss_devices import DEVICES, Device
 
 LEVELS = ("fast", "auto", "low", "min")
-SMALLEST = "smallest chunks"  # a level for tests: 128 rows, and 1,024 classes where sizes are known
+SMALLEST = "smallest chunks"  # a level for tests: 128 rows, and 1,024 classes if sizes are known
 
 _OP = "fused_linear_cross_entropy"
 _DEFERRED, _OVERLAID = int(_C.Gradients.deferred), int(_C.Gradients.overlaid)
 _LEAST_ROWS, _LEAST_CLASSES = 128, 1024  # the smallest chunk of logits
-_CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # of rows, in a call
-_WIDE_CHUNKS = (128, 256, 512, 1024, 2048)  # rows of wide logits where their gradient is stored
-_PARTS = 16  # steps between storing the gradients that fit dweight's memory, and storing all
-_GRAPH_ROWS = 16_384  # for a graph, which may serve any number of rows
-_SLOWEST = 4  # times the least time: no memory is worth more
-_CHUNK_BYTES = 64 << 20  # of logits, where rows alone are cut: smaller chunks save too little
-_SHARE_OF_GPU = 8  # the levels but "min" take at most this part of a GPU's memory beside the gradients
+_CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # chunk counts
+_WIDE_CHUNKS = (128, 256, 512, 1024, 2048)  # rows of a chunk of wide (float32) logits whose gradient is stored
+_PARTS = 16  # steps from storing the gradients that fit in dweight's memory to storing all
+_GRAPH_ROWS = 16_384  # the rows for which a graph is planned; it may serve any number of rows
+_SLOWEST = 4  # plans that take more than this multiple of the least time are dropped, whatever memory they save
+_CHUNK_BYTES = 64 << 20  # the least bytes of a chunk of rows of logits: smaller chunks save too little
+_SHARE_OF_GPU = 8  # the levels except "min" take at most 1/8 of a GPU's memory beside the gradients
 _ROW_MULTIPLE = _C.padded_vocab(1)
-_PER_ROW, _ONCE = 64, 1 << 18  # allowances for what Python allocates: targets, a mask, results of all rows
+_PER_ROW, _ONCE = 64, 1 << 18  # allowances, in bytes, for allocations in Python: targets, a mask, results of all rows
 
 
 class Call(NamedTuple):
     """The facts of a call on which its plan depends.
 
-    ``rows`` may be symbolic. ``compute`` is the dtype of the matmuls, ``bias`` that of a bias, None without one;
-    ``sum`` that in which dweight is summed over chunks, None for the accumulator's. ``device``: from ``device_of``.
-    ``overlays``: may the gradient of the logits be stored in the memory that becomes dweight? ``all_rows``: rows of x,
-    from which ``rows`` are gathered, or 0. ``copies``: bytes of the arguments' copies that matmuls can read. ``free``:
-    bytes beside the gradients that cost nothing, since other code needs as much at another time. ``moments``: are
-    entropies, or the like, wanted? ``temperature``: are there temperatures, or a scale of the logits?
-    ``wide_logits``: are logits in float32, and the operands of matmuls in 16 bits?
+    ``rows`` may be symbolic. Dtypes: ``compute`` of the matmuls; ``bias`` and ``class_weight`` of these tensors, or
+    None; ``sum`` of dweight's sum over chunks, None for the accumulator's. ``device``: from ``device_of``.
+    ``moments``: the call returns the entropy, the mean logit or the sum of squares. ``temperature``: the logits are
+    divided by temperatures or scaled. ``wide_logits``: the logits are in float32, the operands of the matmuls in 16
+    bits. ``overlays``: the gradient of the logits may be stored in the memory that becomes dweight. ``all_rows``: the
+    rows of x from which ``rows`` are gathered, or 0. ``copies``: bytes of the arguments' copies in layouts that matmuls
+    can read. ``free``: bytes beside the gradients that the call may use without raising the peak, since other code
+    needs them at another time.
     """
 
     rows: int
@@ -80,7 +81,7 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, rows: int, hidden: int, vocab: int, dtype: torch.dtype, device: int, **facts: object) -> Call:
-        """A call whose tensors have one dtype."""
+        """Returns a call whose tensors all have the same dtype."""
         return cls(rows, hidden, vocab, dtype, dtype, dtype, device, **facts)
 
 
@@ -100,9 +101,9 @@ def device(call: Call) -> Device:
 
 
 class Plan(NamedTuple):
-    """How the gradients are made (``_C.Gradients``); how many rows, and how many classes, of logits exist at a time;
-    with ``_C.Gradients.overlaid``, ``classes`` is for how many classes the gradient is stored. Wide logits exist a
-    chunk of rows at a time in every way."""
+    """The strategy for the gradients (``_C.Gradients``, described in ``_fused_linear_op.py``), and the number of rows
+    and of classes of logits that exist at a time. With ``_C.Gradients.overlaid``, ``classes`` is the number of classes
+    whose gradient is stored. With wide logits (float32), ``rows`` is a chunk of the rows in every strategy."""
 
     gradients: int
     rows: int
@@ -110,8 +111,8 @@ class Plan(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A plan, the most memory that it takes beside the arguments at a time, results included, an estimate of its time,
-    and whether a matmul runs twice."""
+    """A plan, its peak memory in addition to the arguments (results included), an estimate of its time, and whether it
+    runs a matmul twice."""
 
     plan: Plan
     bytes: int
@@ -120,13 +121,13 @@ class Choice(NamedTuple):
 
 
 def plan(call: Call, memory: str | int | Plan) -> Plan:
-    """What the call does at a level of ``memory``, one of ``LEVELS``, or within a number of bytes.
+    """Returns the plan of a call at a level of ``memory`` (one of ``LEVELS``), or within a number of bytes.
 
-    It does not depend on a number of rows that is unknown while a graph is compiled, so that one graph serves every
-    batch. A Plan is for tests: it is taken as far as it fits the gradients that are wanted.
+    While a graph is compiled, the plan does not depend on the number of rows, so that one graph serves every batch.
+    Tests may pass a Plan: it is returned if the call's gradients permit it, otherwise a plan with the same chunks.
 
     Raises:
-        ValueError: ``memory`` is no level and no positive number, or fewer bytes than the call can do with.
+        ValueError: ``memory`` is neither a level nor a positive integer, or fewer bytes than the call needs.
     """
     check_memory(memory)
     if isinstance(memory, Plan):
@@ -143,7 +144,7 @@ def plan(call: Call, memory: str | int | Plan) -> Plan:
 
 @functools.lru_cache(maxsize=4096)
 def choose(call: Call, memory: str | int) -> Choice:
-    """The plan of a call whose number of rows is known."""
+    """Returns the choice for a call whose number of rows is known."""
     found = front(call)
     if isinstance(memory, str):
         return _at_level(found, memory, call)
@@ -157,10 +158,11 @@ def choose(call: Call, memory: str | int) -> Choice:
 
 
 def _at_level(found: list[Choice], level: str, call: Call) -> Choice:
-    """``"min"``: the least memory. The others take at most an eighth of a GPU's memory beside the gradients, where a
-    plan does. ``"fast"``: the least memory within 1 % of the least time. ``"auto"``: no matmul runs twice, and among
-    those plans the least memory within 4 % of the least time. ``"low"``: the least memory within 20 %. ``free`` bytes
-    beside the gradients are used by ``"auto"`` and ``"low"``."""
+    """Returns the choice of a level. ``"min"``: the least memory. The other levels take at most an eighth of a GPU's
+    memory in addition to the gradients, if a plan fits. ``"fast"``: the least memory of the plans whose time is at most
+    1 % above the least time. ``"auto"``: the same for 4 %, among plans that run no matmul twice. ``"low"``: the same
+    for 20 %, among all plans. ``"auto"`` and ``"low"`` use up to ``call.free`` bytes in addition to the gradients if a
+    plan that needs them is faster."""
     if level == "min":
         return found[0]
     profile = device(call).profile
@@ -175,14 +177,14 @@ def _at_level(found: list[Choice], level: str, call: Call) -> Choice:
 
 
 def _least_memory(found: list[Choice], times: float) -> Choice:
-    """The first of a front that takes at most so many times the least time."""
+    """Returns the choice of a front with the least memory whose time is at most ``times`` the least time."""
     return next(choice for choice in found if choice.seconds <= times * found[-1].seconds)
 
 
 @functools.lru_cache(maxsize=4096)
 def front(call: Call) -> list[Choice]:
-    """The candidates that no other beats in memory and time, from the smallest to the fastest, which is at most four
-    times as fast."""
+    """Returns the candidates that no other beats in memory and time, from the least memory to the least time. None
+    takes more than four times the least time."""
     choices = costs(call, candidates(call))
     slowest = _SLOWEST * min(choice.seconds for choice in choices)
     choices = [choice for choice in choices if choice.seconds <= slowest]
@@ -194,7 +196,7 @@ def front(call: Call) -> list[Choice]:
 
 
 def costs(call: Call, plans: list[Plan]) -> list[Choice]:
-    """The memory and the time of each plan."""
+    """Computes the memory of each plan and estimates its time."""
     needed = max(call.rows, 1) * call.hidden * call.vocab * (1 + call.dx + call.dweight)
     traces = _C.loss_costs(_traced(call), plans, *device(call))
     return [
@@ -204,8 +206,8 @@ def costs(call: Call, plans: list[Plan]) -> list[Choice]:
 
 
 def _with_python(call: Call, traced: int) -> int:
-    """The bytes of a trace, and what Python allocates beside the op: rows that count are a copy of those of x, and
-    their gradient is copied into that of x at the end."""
+    """Returns the peak bytes of a call: those of the trace, and Python's allocations. With gathered rows Python copies
+    the rows of x before the op, and their gradient into the gradient of x after it."""
     row = call.hidden * call.x.itemsize
     gathered = call.rows * row if call.all_rows else 0
     of_all_rows = call.all_rows * row if call.dx else 0
@@ -214,7 +216,7 @@ def _with_python(call: Call, traced: int) -> int:
 
 
 def _results(call: Call) -> int:
-    """Bytes of the gradients of rows, weight and bias."""
+    """Returns the bytes of the gradients of rows, weight and bias."""
     of_weight = call.vocab * call.hidden * call.weight.itemsize if call.dweight else 0
     of_bias = call.vocab * (call.bias or accumulator(call.compute)).itemsize if call.dbias else 0
     return of_weight + of_bias + (call.rows * call.hidden * call.x.itemsize if call.dx else 0)
@@ -228,13 +230,14 @@ def _traced(call: Call, in_place: bool = True) -> _C.LossCall:
 
 
 def candidates(call: Call) -> list[Plan]:
-    """Chunks of rows; the gradient of all logits, or of some, overlaid with dweight; chunks of rows and classes."""
+    """Lists plans: chunks of rows; the gradient of all logits, or of some classes, in dweight's memory; chunks of rows
+    and classes."""
     rows, vocab = max(call.rows, 1), call.vocab
-    # Multiples of 256 rows: cuBLAS is up to a tenth slower for odd multiples of 128.
+    # Multiples of 256 rows: cuBLAS is slower for some odd multiples of 128 (docs/measurements.md).
     of_rows = {min(rows, -(-rows // count // 256) * 256) for count in _CHUNKS}
     plans = [in_chunks(call, chunk, vocab) for chunk in sorted(of_rows | {min(rows, _LEAST_ROWS)})]
     room = _C.overlaid_room(call.hidden, call.weight, call.compute) if can_overlay(call) else 0
-    # Wide logits exist a chunk of rows at a time where the gradient of all is stored, too.
+    # Wide logits exist a chunk of rows at a time even if the gradient of all logits is stored.
     chunks = sorted({min(rows, chunk) for chunk in _WIDE_CHUNKS}) if call.wide_logits else [rows]
     if call.overlays and _fits(call, Plan(_DEFERRED, rows, vocab)):
         plans += [Plan(_DEFERRED, chunk, vocab) for chunk in chunks]
@@ -251,7 +254,7 @@ def candidates(call: Call) -> list[Plan]:
 
 
 def _fits(call: Call, plan: Plan) -> bool:
-    """Whether the call can take a plan that is not ``in_chunks``."""
+    """Whether a call can use a plan that ``in_chunks`` does not return: overlaid, or deferred with wide logits."""
     if plan.gradients == _OVERLAID:
         return can_overlay(call)
     if not call.wide_logits or plan.gradients != _DEFERRED:
@@ -261,14 +264,15 @@ def _fits(call: Call, plan: Plan) -> bool:
 
 
 def can_overlay(call: Call) -> bool:
-    """May the gradient of logits be stored in dweight's memory? A matmul has to write dweight's dtype."""
+    """Whether the gradient of the logits may be stored in dweight's memory. A matmul must be able to write dweight's
+    dtype."""
     writable = call.weight.is_floating_point and call.weight in (call.compute, accumulator(call.compute))
     return call.overlays and call.dweight and writable and call.rows * call.hidden > 0
 
 
 def in_chunks(call: Call, rows: int, classes: int) -> Plan:
-    # If it is not known, while a graph is compiled, whether one chunk is enough, sums over chunks are right in any
-    # case.
+    # If a graph is compiled and the number of chunks is unknown, `at_once` is False: sums over chunks are correct for
+    # any number.
     at_once = holds(call.rows <= rows) and holds(call.vocab <= classes)
     return Plan(_gradients_of(call.dx, call.dweight or call.dbias, at_once, call.per_row), rows, classes)
 
@@ -285,12 +289,12 @@ def check_memory(memory: object) -> None:
         raise ValueError(f"{_OP}: memory is {memory!r}, expected {levels} or a number of bytes, an integer above 0")
 
 
-# Where rows are cut into chunks, and nothing else ------------------------------------------------------------------
+# Plans that only cut rows into chunks ------------------------------------------------------------------------------
 
 
 def chunk_rows(call: Call, level: str, at_once: bool = True) -> int:
-    """How many rows of logits may exist at a time at a level, for code that overlays nothing; at least those of 64 MiB.
-    at_once: may all?"""
+    """Returns the number of rows of logits that may exist at a time at a level, for code without an overlaid plan; at
+    least the rows of 64 MiB. at_once: whether one chunk may have all rows."""
     if level == SMALLEST:
         return _LEAST_ROWS
     return max(_chunk_rows(call._replace(overlays=False), str(level), at_once), _rows_in(call, _CHUNK_BYTES))
@@ -303,9 +307,9 @@ def _chunk_rows(call: Call, level: str, at_once: bool) -> int:
 
 
 def rows_of_logits(call: Call, memory: str | int | Plan) -> int:
-    """How many rows of logits may exist at a time for a head that is called for its logits. Its parameters are its own,
-    so it counts as a frozen head. ``"min"`` is as ``"low"``, since smaller chunks would save less than the head's other
-    tensors take."""
+    """Returns the number of rows of logits that may exist at a time for a head module that is called for its logits.
+    Its parameters are its own (LoRA, quantised weights), so the plan is that of a frozen head. ``"min"`` equals
+    ``"low"``: smaller chunks would save less memory than the head's other tensors take."""
     check_memory(memory)
     if isinstance(memory, Plan):
         return memory.rows
@@ -316,9 +320,11 @@ def rows_of_logits(call: Call, memory: str | int | Plan) -> int:
 
 
 def shard_rows(call: Call, memory: str | int | Plan) -> int:
-    """How many rows of logits may exist at a time, of a vocabulary that is sharded over processes; ``call.vocab`` is
-    the size of the largest shard. With all rows at once, the gradient of the logits is stored, unless they are wide;
-    else the backward recomputes them, so ``"low"`` is the least memory within 20 % of the fastest plan that does."""
+    """Returns the number of rows of logits that may exist at a time if the vocabulary is sharded over processes.
+
+    ``call.vocab`` is the size of the largest shard. If all rows exist at once and the logits are not wide, their
+    gradient is stored. Otherwise the backward recomputes the logits, so ``"low"`` is the least memory within 20 % of
+    the fastest plan that recomputes them."""
     check_memory(memory)
     if isinstance(memory, Plan):
         return memory.rows
@@ -345,13 +351,13 @@ def _row_bytes(call: Call) -> int:
 
 
 def _graph_rows(call: Call, memory: str | int) -> int:
-    """How many rows of logits may exist at a time in a graph of torch.compile.
+    """Returns the number of rows of logits that may exist at a time in a graph of torch.compile.
 
-    The graph may serve any number of rows, and its backward makes dweight beside the sum over chunks. A level takes the
-    chunks that it would take of 16,384 rows. For a number of bytes, two traces give what each row takes, and what the
-    call takes whatever its rows; the number of rows may be symbolic, and nothing here compares it.
+    The graph may serve any number of rows, and its backward allocates dweight beside the sum over chunks. A level takes
+    the chunks of a call with 16,384 rows. For a number of bytes, two traces compute the bytes of each row and the bytes
+    that do not depend on the rows. The number of rows may be symbolic, so this function does not compare it.
     """
-    # A graph is made for the sizes of the head. torch.compile specialises a symbolic length of a range.
+    # A graph is compiled for the sizes of the head: len(range(n)) has torch.compile specialise a symbolic n.
     hidden, vocab = len(range(call.hidden)), len(range(call.vocab))
     some = call._replace(rows=_GRAPH_ROWS, hidden=hidden, vocab=vocab, all_rows=0, copies=0, overlays=False)
     if isinstance(memory, str):
@@ -375,18 +381,20 @@ def _level_in_graph(level: str, *call: object) -> int:
 
 @assume_constant_result
 def _bytes_in_graph(*call: object) -> tuple[int, int]:
-    """What a graph's call takes in chunks of 128 rows: whatever its rows, without a chunk's logits; and each row."""
+    """Returns the bytes of a graph's call in chunks of 128 rows: those that do not depend on the rows, without the
+    logits of a chunk; and those of each row."""
     of = Call(*call)
     plan = in_chunks(of, _LEAST_ROWS, of.vocab)
 
     def traced(rows: int) -> int:
         return _C.loss_costs(_traced(of._replace(rows=rows), in_place=False), [plan], *device(of))[0][0]
 
-    # The peak is the largest of several moments, each of which grows with the rows: with many rows a row takes most.
+    # The peak is the maximum of several sums that are linear in the rows. It is convex, so the bytes of a row are
+    # largest at many rows.
     of_row = -(-(traced(2 * of.rows) - traced(of.rows)) // of.rows)
     return traced(_LEAST_ROWS) - _LEAST_ROWS * _row_bytes(of), of_row
 
 
 def padded_vocab(vocab_size: int) -> int:
-    """``_C.padded_vocab`` of a size that may be symbolic: the elements from one row of logits to the next."""
+    """Returns ``_C.padded_vocab`` of a size that may be symbolic: the stride of the logits' rows, in elements."""
     return (vocab_size + _ROW_MULTIPLE - 1) // _ROW_MULTIPLE * _ROW_MULTIPLE

@@ -1,4 +1,4 @@
-"""What the modules of several ops share."""
+"""The base class of the norm modules, and checks of constructor arguments for the modules of all ops."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _LAST_SIZE = (
 
 
 class NormModule(nn.Module):
-    """Base class of the norms. It makes their parameters, on any device and of any dtype, and initialises them."""
+    """Base class of the norms. It registers their parameters, on any device and in any dtype, and initialises them."""
 
-    init_fn = "ones"  # in instances that were pickled before they kept it
+    init_fn = "ones"  # for instances that were pickled by versions without this attribute
     weight: nn.Parameter  # or None, as in torch.nn: without a weight
 
     def _make_parameters(
@@ -41,22 +41,22 @@ class NormModule(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Gives the parameters the values that they begin with."""
-        # Not by torch.nn.init, whose functions transformers turns off while a model is loaded.
+        """Sets the parameters to their initial values."""
+        # Without torch.nn.init, whose functions transformers disables while it loads a model.
         with torch.no_grad():
             for parameter, value in ((self.weight, _INITIAL[self.init_fn]), (getattr(self, "bias", None), 0.0)):
                 if parameter is not None:
                     parameter.fill_(value)
 
     def _absent(self, affine: str) -> str:
-        """For extra_repr: the argument that left parameters out."""
+        """Returns the text of extra_repr that names the constructor argument that omits parameters."""
         if self.weight is None:
             return f", {affine}=False"
         return ", with_bias=False" if self.bias is None else ""
 
 
 def last_size(module: nn.Module, name: str, value: int) -> int:
-    """``value``, the size of the last dimension, by itself or, as torch.nn takes it, in a list or tuple of one."""
+    """Returns the size of the last dimension from ``value``: an integer, or as in torch.nn a list or tuple of one."""
     if isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]
     check_size(module, **{name: value})
@@ -64,7 +64,7 @@ def last_size(module: nn.Module, name: str, value: int) -> int:
 
 
 def check_size(module: nn.Module, expected: str = _LAST_SIZE, **sizes: int) -> None:
-    """When a module is made: torch's own errors do not name the argument, or come with the first call."""
+    """Checks sizes in a constructor: torch's errors do not name the argument, or are raised at the first call."""
     check_integer(type(module).__name__, expected, **sizes)
     for name, value in sizes.items():
         if not isinstance(value, torch.SymInt) and value < 1:
@@ -72,7 +72,7 @@ def check_size(module: nn.Module, expected: str = _LAST_SIZE, **sizes: int) -> N
 
 
 def check_number(module: str, name: str, value: object, least: float, most: float, expected: str = "a number") -> None:
-    """When a module is made, rather than at its first call."""
+    """Checks an option in a constructor, so that the error is not raised at the first call."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{module}: {name} is {value!r}, expected {expected}")
     if not least <= value <= most:

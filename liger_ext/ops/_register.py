@@ -1,17 +1,17 @@
-"""What every op gets on the Python side, in one place.
+"""Registers the Python side of every op: fake implementations, autograd, autocast, and errors for unsupported uses.
 
-For an op ``name`` and its ``name_backward``, both implemented in C++:
+For an op ``name`` and its ``name_backward``, both implemented in C++, it registers:
 
 * fake implementations: the op's checks (``csrc/checks``), then shapes, dtypes and strides without data, for
   ``torch.compile`` and meta tensors;
-* autograd on the forward, as one ``autograd.Function``: our own functions call it directly, and the dispatcher does
-  where the op is called otherwise or traced. ``torch.library.register_autograd`` takes two more trips through Python.
-  The backward op carries a formula that refuses, since without one a double backward would silently take the first
-  derivative for a constant;
-* a refusal under ``torch.func`` transforms and in forward mode, for the same reason: a jvp would silently be zero;
-* a refusal of options that require a gradient: the dispatcher would take a tensor of one element for a number;
-* an autocast rule. Row ops fall through: they keep the dtypes of their inputs. An op with matmuls passes ``autocast``;
-* where the GPU library is missing, a CUDA implementation that says why.
+* autograd of the forward, as one ``autograd.Function``. The public functions call it directly; the dispatcher calls it
+  if the op is called by other code or traced. ``torch.library.register_autograd`` would run two more Python functions
+  in each call;
+* an error for double backward: without it, autograd would silently treat the first derivative as a constant;
+* an error under ``torch.func`` transforms and in forward mode: without it, a jvp would silently be zero;
+* an error for options that require a gradient: the dispatcher would convert a tensor of one element to a number;
+* an autocast rule. Row ops fall through and keep the dtypes of their inputs. An op with matmuls passes ``autocast``;
+* if the GPU library is not loaded, a CUDA implementation that raises an error with the reason.
 """
 
 from __future__ import annotations
@@ -39,16 +39,18 @@ def register(
     backward: Callable,
     autocast: Callable | None = None,
 ) -> Callable:
-    """Registers all of the above for ``name`` and ``name_backward``; returns what calls the op with the least overhead.
+    """Registers for ``name`` and ``name_backward`` all that the file's docstring lists. Returns a function that calls
+    the op with the least overhead.
 
-    ``setup_context(ctx, inputs, output)`` finds ``ctx.unseen`` set where our own function has called: users get nothing
-    of the output that is only there for the backward.
+    ``setup_context(ctx, inputs, output)``: ``ctx.unseen`` is True if the returned function has called the op. Then
+    users do not see the outputs that only the backward needs.
 
-    ``backward(ctx, saved, *grads)`` gets the saved tensors, since they are to be unpacked before autograd is left:
-    hooks may run any code then, such as the recomputation of ``torch.utils.checkpoint``, which records a graph.
+    ``backward(ctx, saved, *grads)`` gets the saved tensors as an argument, since they must be unpacked before the
+    dispatch below autograd begins: their hooks may run any code, such as the recomputation of
+    ``torch.utils.checkpoint``, which records a graph.
 
-    ``autocast(device_type, *args)`` returns the arguments that the forward runs with under autocast; the op itself, and
-    the backward op, then run with autocast off, so that no matmul inside is cast.
+    ``autocast(device_type, *args)`` returns the forward's arguments under autocast. The op and the backward op then run
+    with autocast off, so that no matmul inside is cast.
     """
     for op, implementation in ((name, fake), (f"{name}_backward", fake_backward)):
         _register_op(op, implementation)
@@ -62,8 +64,10 @@ def register(
 
 
 def register_row_op(name: str, *, fake: Callable | None = None, keeps_output: bool = False) -> Callable:
-    """:func:`register` for an op of tensors, then options, with one result, by default of the first one's shape and
-    dtype. The backward takes its gradient, the tensors that were given (or the output), and the options."""
+    """Calls :func:`register` for an op with one result, whose arguments are tensors and then options.
+
+    ``fake``: by default the result has the shape and dtype of the first tensor. The backward op takes the upstream
+    gradient, the op's tensors (``keeps_output``: its result instead), and the options."""
     backward_op = getattr(torch.ops.liger_ext, f"{name}_backward").default
     types = [str(a.type) for a in getattr(torch.ops.liger_ext, name).default._schema.arguments]
     tensors = types.count("Tensor")
@@ -100,8 +104,9 @@ def register_row_op(name: str, *, fake: Callable | None = None, keeps_output: bo
 
 
 def register_without_derivative(op: str, fake: Callable) -> None:
-    """For an op that refuses tensors that require a gradient, such as one that overwrites arguments. Whoever has saved
-    such an argument for a backward is told, by its version, that it has changed."""
+    """Registers an op without a derivative, such as one that overwrites arguments. It raises an error for tensors that
+    require a gradient. It increments the version of overwritten arguments, so that autograd raises an error if another
+    backward has saved one."""
     _register_op(op, fake)
     overload = getattr(torch.ops.liger_ext, op).default
     names = [argument.name for argument in overload._schema.arguments]
@@ -129,7 +134,7 @@ def _register_op(op: str, fake: Callable) -> None:
 
 
 def register_fake(op: str, fake: Callable) -> None:
-    """Shapes, dtypes and strides of results, behind the checks of the op's arguments."""
+    """Registers a fake implementation, which runs the checks of the op's arguments before ``fake``."""
     introduce(getattr(torch.ops.liger_ext, op).default)
     check = getattr(_C.checks, op)
 
@@ -143,10 +148,10 @@ def register_fake(op: str, fake: Callable) -> None:
 
 def _register_autograd(name: str, setup_context: Callable, backward: Callable, casts: bool) -> Callable:
     overload = getattr(torch.ops.liger_ext, name).default
-    op = overload._op  # what the overload itself calls, without a trip through Python
+    op = overload._op  # the function that the overload calls, without the Python code around it
     below_autograd, any_requires_grad = torch._C._AutoDispatchBelowAutograd, torch._C._any_requires_grad
     check = getattr(_C.checks, name)
-    tensors = sum("Tensor" in str(argument.type) for argument in overload._schema.arguments)  # the first ones
+    tensors = sum("Tensor" in str(argument.type) for argument in overload._schema.arguments)  # the first arguments
     has_options = tensors < len(overload._schema.arguments)
 
     def run_forward(ctx, *args):
@@ -157,7 +162,7 @@ def _register_autograd(name: str, setup_context: Callable, backward: Callable, c
 
     def run_backward(ctx, *grads):
         saved = ctx.saved_tensors
-        # Grad mode is on only while a double backward is prepared, which autograd has to see to refuse it.
+        # Grad mode is on only with create_graph=True. Autograd must then record the backward op, whose formula raises.
         if torch.is_grad_enabled():
             return backward(ctx, saved, *grads)
         if forward_ad._current_level >= 0:
@@ -170,7 +175,7 @@ def _register_autograd(name: str, setup_context: Callable, backward: Callable, c
         return run_forward(ctx, *args)
 
     def function(forward):
-        # Made by its metaclass, which takes the name of graph nodes from the class's: LigerRmsNormBackward.
+        # Built by the metaclass, which derives the name of graph nodes from the class's name: LigerRmsNormBackward.
         return type(torch.autograd.Function)(
             "Liger" + "".join(map(str.capitalize, name.split("_"))),
             (torch.autograd.Function,),
@@ -178,7 +183,7 @@ def _register_autograd(name: str, setup_context: Callable, backward: Callable, c
         )
 
     Function = function(run_forward)
-    # Function.apply prepares for torch.func transforms, which call() has ruled out, and then calls this.
+    # Function.apply handles torch.func transforms, which call() has excluded, and then calls this function.
     apply = super(torch.autograd.Function, function(run_forward_unseen)).apply
 
     def kernel(keyset, *args):
@@ -200,7 +205,7 @@ def _register_autograd(name: str, setup_context: Callable, backward: Callable, c
         if has_options and records and any_requires_grad(*args[tensors:]):
             _refuse_learned_option(overload._schema, args)
         if casts and (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
-            with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):  # our own function has looked at it
+            with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):  # the public function has applied autocast's dtype
                 return run(records, args)
         return run(records, args)
 
@@ -212,15 +217,15 @@ def _register_autograd(name: str, setup_context: Callable, backward: Callable, c
                 return op(*args)
         except NotImplementedError as error:
             failed = error
-        check(*args)  # names an argument that is None: without a tensor the dispatcher finds no device
+        check(*args)  # raises an error that names an argument that is None, which the dispatcher's error does not
         raise failed
 
     return call
 
 
 def applied(apply: Callable, *args):
-    """``apply(*args)`` of an autograd.Function. Autograd does not save tensors that were made under inference_mode:
-    where there are some, their copies take their places."""
+    """Returns ``apply(*args)`` of an autograd.Function. Autograd cannot save tensors that were created under
+    inference_mode: copies replace them."""
     if torch.compiler.is_compiling():
         return apply(*args)
     try:
@@ -259,8 +264,8 @@ def _refuse_transforms(op: str) -> Callable:
     def kernel(*args):
         raise RuntimeError(
             f"liger_ext::{op} does not work under torch.func transforms (grad, vmap, jvp, ...). Use torch.autograd; "
-            "instead of vmap a loop, or, where the op takes any shape (..., n) and treats each row alone, one call "
-            "with another leading dimension"
+            "replace vmap by a loop, or, if the op takes any shape (..., n) and processes each row separately, by one "
+            "call with another leading dimension"
         )
 
     return kernel

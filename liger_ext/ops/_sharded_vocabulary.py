@@ -1,12 +1,13 @@
-"""The fused loss of a head whose classes are sharded over processes, each of which has a part of the vocabulary.
+"""The fused loss of a head whose classes are sharded over processes: each process has a range of the vocabulary.
 
-Every process makes the logits of its shard and, of each row, their statistics: maximum, sum of exponentials, the
-target's logit, and what an entropy needs of them. They are gathered, a few numbers of each row, and merged, by the same
-kernel everywhere, so that losses are the same bits. The gradients of a shard need nothing more; that of x is the sum of
-what the shards give, in the accumulator's dtype (float32), so that it is rounded once, as it is without shards.
+Every process computes the logits of its shard, and statistics of each row: the maximum, the sum of exponentials, the
+target's logit, and sums for the entropy. The processes gather these statistics, a few numbers for each row, and merge
+them by the same kernel, so that their losses are bitwise equal. The merged statistics suffice for the gradients of a
+shard's weight and bias. The gradient of x is the sum of the shards' gradients in the accumulator's dtype (float32), so
+that it is rounded once, as without shards.
 
-Two collectives, however the rows are cut into chunks: one gather in the forward, one sum in the backward if x requires
-a gradient. They are called here, between ops of C++ (``csrc/ops/sharded_vocabulary.cpp``).
+There are two collectives, whatever the number of chunks: a gather in the forward, and a sum in the backward if x
+requires a gradient. This file calls them between C++ ops (``csrc/ops/sharded_vocabulary.cpp``).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from liger_ext.ops._register import register_without_derivative
 from liger_ext.ops.cross_entropy import fake_results
 
 _OP = "fused_linear_cross_entropy"
-_DTYPES = LossArguments._fields.index("accum_dtype")  # the place behind the last option of the losses
+_DTYPES = LossArguments._fields.index("accum_dtype")  # the index behind the last option of the losses
 _MAXIMUM, _BEST = int(_C.VocabularyStatistics.maximum), int(_C.VocabularyStatistics.best)
 
 _statistics_op = torch.ops.liger_ext.vocabulary_shard_statistics.default
@@ -40,7 +41,7 @@ _gathered_sizes = WeakTensorKeyDictionary()  # weight -> (process group, sizes o
 
 @dataclass(frozen=True)
 class Shard:
-    """This process's part of the vocabulary. ``sizes``: how many classes each process has."""
+    """This process's shard of the vocabulary. ``sizes``: the number of classes of each process."""
 
     group: torch.distributed.ProcessGroup
     rank: int
@@ -68,12 +69,12 @@ def local_tensors(
     target: Tensor,
     **others: Tensor | None,
 ) -> tuple[Shard | Tensor | None, ...]:
-    """The shard, and this process's tensors, without DTensors, in the order of the arguments. ``op``: the public
-    function, for errors. The sizes of plain shards are gathered when a weight comes for the first time, which waits for
-    the device.
+    """Returns the shard, and this process's tensors in the order of the arguments, with local tensors in place of
+    DTensors. ``op``: the public function's name, for errors. The first call with a plain weight gathers the shards'
+    sizes, which waits for the device.
 
     Raises:
-        TypeError, ValueError: no process group that this process is in; a DTensor of a placement that is not taken.
+        TypeError, ValueError: a process group without this process, or a DTensor with an unsupported placement.
     """
     tensors = {"x": x, "weight": weight, "target": target, **others}
     if is_dtensor(weight):
@@ -112,7 +113,7 @@ def _local(op: str, name: str, t: Tensor | None, mesh: torch.distributed.DeviceM
 
 
 def _sizes(weight: Tensor, group: torch.distributed.ProcessGroup) -> tuple[int, ...]:
-    # Kept by the tensor: processes that run the same program find it, or do not, alike.
+    # Cached by the weight: processes that run the same program all find it, or all gather.
     known = _gathered_sizes.get(weight)
     if known is None or known[0] is not group:
         (sizes,) = _gathered(group, torch.tensor(weight.shape[0], device=weight.device))
@@ -121,7 +122,8 @@ def _sizes(weight: Tensor, group: torch.distributed.ProcessGroup) -> tuple[int, 
 
 
 def _gathered(group: torch.distributed.ProcessGroup, *tensors: Tensor) -> list[Tensor]:
-    """Of each tensor ``(shards, ...)``, by one collective. Those with the widest elements come first."""
+    """Gathers tensors from all processes by one collective. Returns each as ``(shards, ...)``. Tensors with the widest
+    elements must come first, so that all are aligned."""
     bytes_of = [t.detach().reshape(-1).view(torch.uint8) for t in tensors]
     mine = torch.cat(bytes_of)
     shards = torch.distributed.get_world_size(group)
@@ -138,7 +140,7 @@ class _ShardedLoss(torch.autograd.Function):
         x, weight, target, bias = of[:4]
         place = shard.first_class, shard.vocab_size
         head, head_bias = weight, bias
-        if weight.shape[0] == 0:  # runs with one made-up class, so that targets are checked here, too
+        if weight.shape[0] == 0:  # an empty shard runs with one class of zeros, so that targets are checked here, too
             head, head_bias, place = weight.new_zeros(1, weight.shape[1]), None, (0, shard.vocab_size)
         wanted = of.need_dx or of.need_dweight or of.need_dbias
         ctx.kept = wanted and x.shape[0] <= of.chunk_rows and weight.shape[0] > 0 and not of.wide_logits(x, weight)
@@ -170,7 +172,7 @@ class _ShardedLoss(torch.autograd.Function):
         tensors = x, weight.detach(), target, bias, of.ce_weight, of.temperature
         ctx.save_for_backward(*tensors, *both, counts, kept_values, logits)
         ctx.shard, ctx.place, ctx.own_logits = shard, place, unseen(logits)
-        ctx.options = LossArguments(*(None,) * TENSORS, *of[TENSORS:])  # the tensors are saved apart
+        ctx.options = LossArguments(*(None,) * TENSORS, *of[TENSORS:])  # without the tensors, which ctx saves
         return tuple(results)
 
     @staticmethod
@@ -190,7 +192,7 @@ class _ShardedLoss(torch.autograd.Function):
             dloss, mix = mixed(dloss, dentropy, loss, entropy)
             kept = kept and ctx.own_logits and of.softcap is None and not _get_current_graph_task_keep_graph()
             if not kept:
-                # Other code may read the stored gradient, or it holds no probabilities. The backward recomputes logits.
+                # The stored gradient may not be overwritten, or contains no probabilities: recompute the logits.
                 logits, rows = logits.new_empty(0), min(rows, rows_again(weight, of.wide_logits(x, weight)))
         dloss = scaled(dloss, temperature, of.logit_scale)
         options = of.ignore_index, of.reduction, of.label_smoothing, of.lse_square_scale, of.softcap, of.logit_scale
@@ -204,14 +206,15 @@ class _ShardedLoss(torch.autograd.Function):
             dx = x.new_zeros(x.shape, dtype=accumulator(of.compute_dtype or torch.promote_types(x.dtype, weight.dtype)))
             return dx, torch.zeros_like(weight), None if bias is None else torch.zeros_like(bias)
 
-        # dx is made first and summed over processes; making dweight and dbias meanwhile hides the time of that.
+        # dx is computed first and summed over processes. dweight and dbias are computed meanwhile, which hides the time
+        # of the sum.
         need_dx, *need_parameters = of.need_dx, of.need_dweight, of.need_dbias
         apart = kept and need_dx and any(need_parameters)
         dx, dweight, dbias = made(mix, need_dx, False, False) if apart else made(mix, need_dx, *need_parameters)
         if need_dx:
             summed = torch.distributed.all_reduce(dx, group=ctx.shard.group, async_op=True)
         if apart:
-            _, dweight, dbias = made(None, False, *need_parameters)  # what is stored is mixed
+            _, dweight, dbias = made(None, False, *need_parameters)  # the stored gradient already contains mix
         if need_dx:
             summed.wait()
             gradients[1] = dx.to(x.dtype)
@@ -224,8 +227,8 @@ class _ShardedLoss(torch.autograd.Function):
 
 @outside_of_graphs
 def sharded_loss(shard: Shard, of: LossArguments) -> tuple[Tensor, ...]:
-    """The first results of the op, as ``fused_loss`` returns them. ``of``: the op's arguments; of its plan,
-    ``chunk_rows`` alone matters: how many rows of logits may exist at a time."""
+    """Returns the op's first seven results, as ``fused_loss`` does. ``of``: the op's arguments; ``chunk_rows``, the
+    number of rows of logits that may exist at a time, is the only part of the plan with an effect."""
     if of.ce_weight is not None and of.ce_weight.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(f"{_OP} has no gradient for ce_weight: pass ce_weight.detach()")
     return _ShardedLoss.apply(shard, *of)
@@ -287,5 +290,5 @@ def _statistics_flops(x_shape, weight_shape, *_, **__) -> int:
 @flop_formula(torch.ops.liger_ext.vocabulary_shard_backward_)
 def _backward_flops(dloss_shape, x_shape, weight_shape, *args, **_) -> int:
     *_, need_dx, need_dweight, _ = args
-    again = len(args[7]) < 2  # nothing was kept
+    again = len(args[7]) < 2  # the forward stored no gradient of the logits
     return _statistics_flops(x_shape, weight_shape) * (again + need_dx + need_dweight)

@@ -1,4 +1,7 @@
-"""Rows whose target is ignored, left out of the fused loss: counted long before it needs them, without a stall."""
+"""Counts and gathers the rows whose target is not ignored, so that the fused loss runs its matmuls on these rows only.
+
+The rows are counted at the start of a forward, so that the host does not wait for the count when the loss runs.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,13 @@ _SIXTEENTHS = 16
 
 
 class CountedRows:
-    """Which rows of a target are not ignored; :func:`count_rows` makes it."""
+    """The rows of a target that are not ignored, as :func:`count_rows` returns them."""
 
     def __init__(
         self, order: Tensor, kept: Tensor, counted: torch.cuda.Event | None = None, max_rows: int | None = None
     ) -> None:
-        self._order = order  # all rows, those that are kept first
-        self._kept = kept  # how many; without max_rows, in memory that the host can read after the event
+        self._order = order  # indices of all rows; first those that are not ignored
+        self._kept = kept  # the number of rows that are not ignored; without max_rows the host reads it after the event
         self._counted = counted
         self._max_rows = max_rows
 
@@ -33,9 +36,9 @@ class CountedRows:
         return f"CountedRows(of {self._order.numel()} rows)"
 
     def index(self) -> Tensor | None:
-        """``(n,)``, int64: the rows that are not ignored, in order, filled up by ignored ones until n is a multiple of
-        a sixteenth of all rows; None if n would be all of them. Waits until the rows are counted. With ``max_rows``, n
-        is that number, and nothing is waited for."""
+        """Returns the rows that are not ignored, in order, int64 ``(n,)``. Ignored rows follow until n is a multiple of
+        a sixteenth of all rows. None if n would be the number of all rows. The host waits until the rows are counted;
+        with ``max_rows``, n is that number, and the host does not wait."""
         if self._max_rows is not None:
             return self._order[: self._max_rows]
         if self._counted is not None:
@@ -47,8 +50,9 @@ class CountedRows:
         return None if n == rows else self._order[:n]
 
     def targets(self, op: str, index: Tensor, target: Tensor, ignore_index: int, looks: bool) -> Tensor:
-        """Those of the rows in ``index``, if no other row of ``target`` counts. Else an error where ``looks``, or what
-        the op takes for no class, and raises the error for."""
+        """Returns the targets of the rows in ``index``. All other rows of ``target`` must be ignored. If one is not,
+        this raises an error with ``looks``; otherwise all targets are replaced by a value that the op reports as this
+        error."""
         ordered = target.index_select(0, self._order)
         targets, others = ordered[: index.shape[0]], ordered[index.shape[0] :]
         left_out = others != ignore_index
@@ -65,30 +69,31 @@ class CountedRows:
 
 
 def count_rows(target: Tensor, ignore_index: int = -100, max_rows: int | None = None) -> CountedRows | None:
-    """Begins to count the rows of ``target`` that are not ``ignore_index``, for the fused loss's ``rows``.
+    """Starts to count the rows of ``target`` that are not ``ignore_index``, for the fused loss's ``rows``.
 
-    On a GPU it runs on a stream of its own, behind what the current one has to do by now, and the loss waits for the
-    number on the host. So it is to be called well before the loss, at the start of a forward: then the GPU has enough
-    to do while the host waits. A patched model does so itself.
+    On a GPU the count runs on its own stream, after the work that is queued on the current stream, and the host waits
+    for the count in the loss. So call this function well before the loss, at the start of a forward: then the GPU has
+    work while the host waits. A patched model calls it itself.
 
-    The loss has to have the same target and the same ignore_index: if a target counts whose row was not counted, it
-    raises a ValueError. A GPU takes all targets for out of range then: the loss is NaN, and the error is raised by the
-    next liger_ext call on the device or by :func:`check_errors`.
+    The loss must have the same target and the same ignore_index: it raises a ValueError if a row that is not ignored
+    was not counted. On a GPU the loss is NaN instead, and the next liger_ext call on the device, or
+    :func:`check_errors`, raises the error.
 
     Args:
         target: int64 or uint8, of any shape.
         ignore_index: as in :func:`cross_entropy`.
-        max_rows: at most how many rows are not ignored, if the caller knows: the loss then takes this many, waits for
-            nothing, and can do so in a graph. More are an error, here on a CPU, else in the loss, as of another target.
+        max_rows: an upper bound of the number of rows that are not ignored. The loss then runs on this number of rows,
+            the host does not wait, and both work in a graph. More rows are an error: here on a CPU, otherwise in the
+            loss, as with another target.
 
     Returns:
-        The rows to be, or None for all rows. That is where ``max_rows`` are all of them, and without ``max_rows`` where
-        there is no number that the host could wait for: in graphs of torch.compile, while a CUDA graph is captured, and
-        of tensors without data.
+        The rows, or None, which stands for all rows. It is None if ``max_rows`` is at least the number of all rows.
+        Without ``max_rows`` it is None where the host cannot wait for a count: in graphs of torch.compile, while a CUDA
+        graph is captured, and for tensors without data.
 
     Raises:
-        ValueError: target is of another dtype, max_rows is less than 1, or, on a CPU, less than the number of rows
-            that are not ignored.
+        ValueError: target has another dtype, max_rows is less than 1, or, on a CPU, less than the number of rows that
+            are not ignored.
     """
     check_tensors("count_rows", target=target)
     check_integer("count_rows", ignore_index=ignore_index)
@@ -112,7 +117,7 @@ def count_rows(target: Tensor, ignore_index: int = -100, max_rows: int | None = 
             order.copy_(ordered)
             on_host = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(kept, non_blocking=True)
             counted = stream.record_event()
-        for t in (target, order):  # their memory is the current stream's
+        for t in (target, order):  # allocated on the current stream, used on the other
             t.record_stream(stream)
         return CountedRows(order, on_host, counted)
 
@@ -142,11 +147,12 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 def listed_rows(
     op: str, rows: CountedRows | Tensor, target: Tensor, vocab_size: int, ignore_index: int
 ) -> tuple[Tensor, Tensor] | None:
-    """The index of ``rows`` and their targets; None for all rows. An index out of range gets a target that is.
+    """Returns the index of ``rows`` and their targets; None for all rows. A row that is out of range gets a target that
+    is out of range, too.
 
     Raises:
-        TypeError, ValueError, IndexError: ``rows`` is not what ``target``, ``(rows,)``, has; on a CPU, where the op
-            would name another position, a target out of range.
+        TypeError, ValueError, IndexError: ``rows`` does not fit ``target``, ``(n,)``. On a CPU also if a target is out
+            of range: the op's own error would name its position among the listed rows.
     """
     n = target.numel()
     looks = target.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -182,7 +188,7 @@ def listed_rows(
 
 
 class _Gathered(torch.autograd.Function):
-    """``x[index]`` of rows that are each listed once, so that the gradient's rows are only copied."""
+    """``x[index]`` for an index without duplicates: the backward copies rows and need not add them."""
 
     @staticmethod
     def forward(ctx, x: Tensor, index: Tensor) -> Tensor:
@@ -193,18 +199,18 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
-        # In place: autocast has rules of its own for index_copy.
+        # In place, since autocast would cast the arguments of index_copy.
         return gradient.new_zeros(ctx.rows, gradient.shape[1]).index_copy_(0, index, gradient), None
 
 
 def gather(x: Tensor, index: Tensor) -> Tensor:
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return x.index_select(0, index)  # whatever comes, the op refuses it
+        return x.index_select(0, index)  # the op raises the error for these modes
     return _Gathered.apply(x, index)
 
 
 def for_all_rows(outputs, index: Tensor, rows: int, per_row: bool, *wanted: bool) -> tuple[Tensor, ...]:
-    """Losses, z losses, accuracy and predictions of listed rows, ``(rows,)``, among others that are ignored."""
+    """Expands per-row results of the listed rows to all ``rows``. Ignored rows get 0, and -1 as predicted token."""
     made = []
     for nth, (values, want) in enumerate(zip(outputs, (True, *wanted), strict=False)):
         predicted = nth == 3

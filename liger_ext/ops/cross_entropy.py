@@ -1,4 +1,4 @@
-"""Cross entropy of logits and integer targets."""
+"""Cross entropy of logits and integer targets: functions, module, fake implementation and autograd formula."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NONE = REDUCTIONS["none"]
 
 
 class CrossEntropyOutput(NamedTuple):
-    """What the losses return when a ``return_*`` option is set; a field that was not asked for is None."""
+    """The result of a loss with a ``return_*`` option. A field without its option is None."""
 
     loss: Tensor
     z_loss: Tensor | None = None
@@ -53,7 +53,7 @@ def cross_entropy(
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
 ) -> Tensor | CrossEntropyOutput:
-    """Cross entropy between rows of logits and integer targets.
+    """Computes the cross entropy between rows of logits and integer targets.
 
     Per row with target ``y``, ``x' = softcap * tanh(x / softcap)`` (or x), ``lse = log(sum(exp(x')))``,
     ``e = label_smoothing`` and class weights ``w`` (or ones)::
@@ -63,26 +63,27 @@ def cross_entropy(
 
     and the loss is their sum (z-loss: de Brebisson and Vincent, 2015, arXiv:1604.08859; PaLM, arXiv:2204.02311).
     ``"mean"`` divides the sum of ``ce`` by the sum of ``w[y]``, and the sum of ``z`` by the number of targets that
-    count; where a divisor is 0 (no target counts, or each has weight 0) that part of the loss and its gradient are
-    0, while ``torch.nn.functional.cross_entropy`` gives NaN. Losses are computed and returned in float32 (float64
-    for float64 logits). The logits are never written.
+    are not ignored. If a divisor is 0 (all targets are ignored, or have weight 0), that part of the loss and its
+    gradient are 0; ``torch.nn.functional.cross_entropy`` returns NaN. Losses are computed and returned in float32
+    (float64 for float64 logits). The logits are never written.
 
     Args:
         logits: ``(..., vocab_size)``, float32, bfloat16 or float16 (float64 on the CPU). Classes are the last
-            dimension; in ``torch.nn.functional.cross_entropy`` they are dimension 1. Logits that fit target in both
-            ways, such as ``(N, 8, 8)``, are an error, which says what to pass for either.
+            dimension; in ``torch.nn.functional.cross_entropy`` they are dimension 1. Logits that fit target with either
+            dimension, such as ``(N, 8, 8)``, are an error, whose message names the arguments to pass for each.
         target: the shape of logits without its last dimension, int64 or uint8, each in ``[0, vocab_size)`` or
             ``ignore_index``.
         weight: ``(vocab_size,)``, a weight for each class, or None.
-        ignore_index: such targets count for nothing: loss and gradient are 0. If all are, so is the mean.
+        ignore_index: rows with this target are ignored: their loss and gradient are 0. If all rows are, the mean is 0.
         reduction: ``"mean"``, ``"sum"`` or ``"none"`` (the losses in the shape of target).
         label_smoothing: in [0, 1] (Szegedy et al., 2015, arXiv:1512.00567).
         lse_square_scale: factor of the z-loss, which is added to the loss.
         softcap: bound of the logits (Gemma 2, arXiv:2408.00118), greater than 0 (1e-18 to 1e18), or None.
-        return_z_loss: also return the part of the loss that is z-loss.
+        return_z_loss: also return the z-loss, which is part of the loss.
         return_token_accuracy: also return the share of targets that are predicted (per token with ``"none"``).
-        return_predicted_tokens: also return the index of the largest logit in the shape of target, -1 where ignored: as
-            ``torch.argmax`` has it, of equal ones the first, and NaN is larger than any number; softcap changes none.
+        return_predicted_tokens: also return the index of the largest logit in the shape of target, -1 for ignored rows.
+            As in ``torch.argmax``, the first of equal logits counts, and NaN is larger than any number. The logits are
+            compared before the softcap.
 
     Returns:
         The loss, or a :class:`CrossEntropyOutput` if a ``return_*`` option is set. Only the loss is differentiable.
@@ -128,9 +129,9 @@ def cross_entropy(
 
 
 class LigerCrossEntropyLoss(nn.Module):
-    """:func:`liger_ext.functional.cross_entropy` with its options; ``forward(_input, target)``.
+    """:func:`liger_ext.functional.cross_entropy` as a module with its options; ``forward(_input, target)``.
 
-    Class weights are a buffer, so that they follow ``.to()``, and not part of the state dict.
+    Class weights are a buffer that follows ``.to()`` and is not part of the state dict.
     """
 
     def __init__(
@@ -179,9 +180,9 @@ def liger_cross_entropy(
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
 ) -> Tensor | CrossEntropyOutput:
-    """:func:`liger_ext.functional.cross_entropy`.
+    """Calls :func:`liger_ext.functional.cross_entropy`.
 
-    ``size_average`` and ``reduce`` mean what they mean in ``torch.nn.functional.cross_entropy``.
+    ``size_average`` and ``reduce`` are as in ``torch.nn.functional.cross_entropy``.
     """
     if size_average is not None or reduce is not None:
         reduction = _reduction.legacy_get_string(size_average, reduce)
@@ -192,7 +193,7 @@ def liger_cross_entropy(
 
 
 def class_weight(op: str, weight: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-    """In the accumulator's dtype, which the op takes."""
+    """Returns the class weights in the accumulator's dtype, which the op requires."""
     check_tensors(op, **{name: weight})
     require(weight.dtype.is_floating_point, op, ": ", name, " has dtype ", weight.dtype, ", expected a floating one")
     return weight.to(accumulator(dtype))
@@ -201,7 +202,8 @@ def class_weight(op: str, weight: Tensor, name: str, dtype: torch.dtype) -> Tens
 def results(
     outputs, target: Tensor, reduction: str, z_loss: bool, accuracy: bool, predicted: bool
 ) -> Tensor | CrossEntropyOutput:
-    """What users get of an op's outputs: per-token ones in the shape of target, and only those asked for."""
+    """Converts an op's outputs to a public function's result: per-token outputs in the shape of target, and only the
+    outputs whose option is set."""
     flat = target.dim() == 1
     per_token = reduction == "none" and not flat
     loss = outputs[0].view(target.shape) if per_token else outputs[0]
@@ -216,7 +218,8 @@ def results(
 
 
 def fake_results(like: Tensor, rows, dtype: torch.dtype, reduction: int, z_loss: bool, accuracy: bool, predicted: bool):
-    """loss, z_loss, token_accuracy and predicted_tokens without data; those not asked for have no elements."""
+    """Returns loss, z_loss, token_accuracy and predicted_tokens without data. A result whose option is off has no
+    elements."""
     shape = (rows,) if reduction == _NONE else ()
     return (
         like.new_empty(shape, dtype=dtype),

@@ -1,4 +1,4 @@
-"""The language-model head and its loss in one op, so that the logits never exist as a whole.
+"""The language-model head and its cross entropy in one op, which computes the logits in chunks: functions and module.
 
 ``_fused_loss.py`` prepares the call of the op.
 """
@@ -40,11 +40,11 @@ def fused_linear_cross_entropy(
     rows: CountedRows | Tensor | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
 ) -> Tensor | CrossEntropyOutput:
-    """``cross_entropy(x @ weight.T + bias, target)`` in chunks of rows, without the logits as a whole.
+    """Computes ``cross_entropy(x @ weight.T + bias, target)`` in chunks, without storing all logits at once.
 
-    The formula is that of :func:`cross_entropy`. The matmuls run in the promoted dtype of x and weight, or under
-    autocast in its dtype; everything else in float32 (float64 for float64). Gradients that nobody wants are not
-    computed: neither under ``no_grad``, nor of a frozen head or a frozen backbone.
+    The formula is that of :func:`cross_entropy`. The matmuls run in the promoted dtype of x and weight, or in the dtype
+    of autocast; everything else is computed in float32 (float64 for float64). A gradient is computed only if its input
+    requires one: none under ``no_grad``, none of a frozen head, none of a frozen backbone.
 
     Args:
         x: ``(..., hidden_size)``, the hidden states: float32, bfloat16 or float16 (float64 on the CPU).
@@ -55,33 +55,33 @@ def fused_linear_cross_entropy(
         ce_weight: ``(vocab_size,)``, a weight for each class, or None.
         ignore_index, lse_square_scale, label_smoothing, reduction, softcap: as in :func:`cross_entropy`.
         return_z_loss, return_token_accuracy, return_predicted_tokens: as in :func:`cross_entropy`.
-        accum_dtype: in which the weight's gradient is summed over chunks: float32 if None (float64 for float64), or the
-            dtype of the matmuls, which takes half the memory and rounds after each chunk.
+        accum_dtype: the dtype in which the weight's gradient is summed over chunks: None (float32, or float64 for
+            float64), or the dtype of the matmuls, which takes half the memory and rounds after each chunk.
         use_token_scaling: multiply each token's loss by the probability of its target, as a constant.
-        memory: what a forward and its backward may take beside the arguments, gradients included: a level, or a number
-            of bytes. Levels compare plans by their memory and an estimate of their time on this device
-            (``python -m liger_ext doctor --loss`` prints both). ``"fast"``: the least memory within 1 % of the least
-            time. ``"auto"``: no matmul runs twice, and the least memory within 4 %. ``"low"``: the least memory within
-            20 %. ``"min"``: the least memory. All but ``"min"`` take at most an eighth of a GPU's memory beside the
-            gradients. A number of bytes: the least time that fits; copies of arguments that no matmul can read, or not
-            in its dtype, count. Where a second backward may follow, or hooks see saved tensors (a checkpoint's, say),
-            eager mode takes another gradient of weight beside. A graph of torch.compile always does, and cuts rows into
-            chunks, as it would for 16,384 rows. A level changes results by rounding only.
-        normalizer: replaces the denominators of ``"mean"``, and with ``"sum"`` divides the sum: the number of tokens in
-            all accumulated batches, say (``num_items_in_batch`` in Hugging Face). A number or a tensor of one element,
-            which is taken as a constant. Not with ``"none"``. If it is 0, loss and gradients are 0, while a division by
-            0 would give inf or NaN.
-        rows: the rows that count, on which alone the matmuls run, the others being ignored: from :func:`count_rows`, or
-            ``(n,)``, int64, each at most once. Results have the shapes that they have without. Rows from
-            :func:`count_rows` must be of this target and this ignore_index.
-        process_group: shards the vocabulary over its processes (tensor parallelism): weight and bias have this
-            process's classes, in the order of ranks; x, target, ce_weight and the options are those of all classes, and
-            the same everywhere. So are the loss, to the bit, and the gradient of x, which is that of all classes. A
-            weight that is a DTensor, ``Shard(0)`` on a mesh of one dimension, needs none; its gradient is a DTensor.
-            Of other tensors the sizes are gathered, and waited for, in the first call with each. ``"auto"`` and
-            ``"fast"`` keep the shard's logits then, within an eighth of a GPU's memory; the other levels recompute
-            them in chunks of rows, ``"low"`` in the least memory within 20 % of the fastest such plan; and a number is
-            never less than 128 rows of the shard.
+        memory: the memory that forward and backward may take in addition to the arguments, gradients included: a level,
+            or a number of bytes. A level selects a plan by its memory and an estimate of its time on this device
+            (``python -m liger_ext doctor --loss`` prints both). ``"fast"``: of the plans that take at most 1 % more
+            than the least time, the one with the least memory. ``"auto"``: the same with 4 %, among plans that run no
+            matmul twice. ``"low"``: the same as ``"fast"`` with 20 %. ``"min"``: the least memory. All levels except
+            ``"min"`` take at most an eighth of a GPU's memory in addition to the gradients. A number of bytes: the
+            fastest plan that fits, including copies of arguments in a layout or dtype that matmuls can read. If a
+            second backward may follow, or hooks see saved tensors (those of a checkpoint, for example), eager mode
+            takes the memory of one more gradient of weight. A graph of torch.compile always takes it, and cuts rows
+            into the chunks of a call with 16,384 rows. A level changes results by rounding only.
+        normalizer: replaces the denominators of ``"mean"``, and divides the sum of ``"sum"``; for example the number of
+            tokens in all accumulated batches (``num_items_in_batch`` in Hugging Face). A number or a tensor of one
+            element, which is a constant. Not with ``"none"``. If it is 0, loss and gradients are 0, not inf or NaN.
+        rows: the rows on which the matmuls run; all other rows must be ignored. From :func:`count_rows`, called with
+            this target and this ignore_index; or int64, ``(n,)``, each row at most once. Results have the same shapes
+            as without ``rows``.
+        process_group: the processes over which the vocabulary is sharded (tensor parallelism). weight and bias have
+            this process's classes, in the order of ranks. x, target, ce_weight (of all classes) and the options must be
+            the same in all processes. The loss, bitwise, and the gradient of x, which is that of all classes, are then
+            the same in all processes. If weight is a DTensor, ``Shard(0)`` on a mesh of one dimension, pass no
+            process_group; its gradient is a DTensor. With another weight, its first call gathers the shards' sizes and
+            waits for them. With shards, ``"auto"`` and ``"fast"`` store the shard's logits, within an eighth of a GPU's
+            memory; the other levels recompute them in chunks of rows, ``"low"`` with the least memory within 20 % of
+            the fastest such plan. Within a number of bytes, a chunk has at least 128 rows.
 
     Returns:
         The loss in float32 (float64 for float64), or a :class:`CrossEntropyOutput` if a ``return_*`` option is set.
@@ -89,9 +89,9 @@ def fused_linear_cross_entropy(
 
     Raises:
         ValueError: an option outside its range, shapes, dtypes or devices that do not fit together, fewer bytes of
-            ``memory`` than the call can do with, or rows of :func:`count_rows` that leave out a row that counts (on a
-            GPU the loss is NaN, and the error comes later, as that of a target out of range).
-        IndexError: a target out of range, as in :func:`cross_entropy`, or a row, which a GPU reports likewise.
+            ``memory`` than the call needs, or rows of :func:`count_rows` without a row that is not ignored (on a GPU
+            the loss is NaN, and the error is raised later, like that of a target out of range).
+        IndexError: a target out of range, as in :func:`cross_entropy`, or a row out of range, reported likewise.
     """
     outputs = fused_loss(
         _OP, x, weight, target, bias, ce_weight, ignore_index=ignore_index, lse_square_scale=lse_square_scale,
@@ -104,10 +104,10 @@ def fused_linear_cross_entropy(
 
 
 class LigerFusedLinearCrossEntropyLoss(nn.Module):
-    """:func:`liger_ext.functional.fused_linear_cross_entropy` with its options.
+    """:func:`liger_ext.functional.fused_linear_cross_entropy` as a module with its options.
 
-    ``forward(lin_weight, _input, target, bias=None)``, in this order. Class weights are a buffer, so that they follow
-    ``.to()``, and not part of the state dict.
+    ``forward(lin_weight, _input, target, bias=None)``, in this order. Class weights are a buffer that follows ``.to()``
+    and is not part of the state dict.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ def liger_fused_linear_cross_entropy(
     rows: CountedRows | Tensor | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
 ) -> Tensor | CrossEntropyOutput:
-    """:func:`liger_ext.functional.fused_linear_cross_entropy`; ``chunk_mem_const`` has no effect."""
+    """Calls :func:`liger_ext.functional.fused_linear_cross_entropy`; ``chunk_mem_const`` has no effect."""
     return fused_linear_cross_entropy(
         input, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
         return_z_loss, accum_dtype, use_token_scaling, return_token_accuracy, return_predicted_tokens,

@@ -1,4 +1,4 @@
-"""Gated linear units: SwiGLU and GeGLU, of two tensors or of one that holds both halves."""
+"""Gated activations: SwiGLU and GeGLU of two tensors, or of one tensor with both halves; and MLP and expert modules."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _GELU = {"tanh": int(_C.Activation.gelu_tanh), "none": int(_C.Activation.gelu)}
 
 
 def swiglu(gate: Tensor, up: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Tensor:
-    """``down_multiplier * silu(gate_multiplier * gate) * up`` (Shazeer, 2020, arXiv:2002.05202).
+    """Computes ``down_multiplier * silu(gate_multiplier * gate) * up`` (Shazeer, 2020, arXiv:2002.05202).
 
-    Computed in float32 (float64 for float64) with one rounding. The backward recomputes the activation: only the inputs
-    are kept, and they are not written.
+    The arithmetic is in float32 (float64 for float64), with one rounding. The backward recomputes the activation: only
+    the inputs are saved, and they are not written.
 
     Args:
         gate, up: ``(..., intermediate_size)``, one shape and dtype: float32, bfloat16 or float16 (float64 on the CPU),
@@ -55,26 +55,27 @@ def swiglu(gate: Tensor, up: Tensor, gate_multiplier: float = 1.0, down_multipli
 
 
 def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
-    """``gelu(gate) * up`` (Shazeer, 2020, arXiv:2002.05202; GELU: Hendrycks and Gimpel, 2016, arXiv:1606.08415).
+    """Computes ``gelu(gate) * up`` (Shazeer, 2020, arXiv:2002.05202; GELU: Hendrycks and Gimpel, 2016,
+    arXiv:1606.08415).
 
     Args:
         gate, up: as in :func:`swiglu`.
-        approximate: ``"tanh"``, ``0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))``, or ``"none"``, the exact one by
-            erf.
+        approximate: ``"tanh"`` for ``0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))``, or ``"none"`` for the exact
+            GELU, which uses erf.
 
     Returns:
         The shape and dtype of ``gate``, contiguous.
 
     Raises:
-        ValueError: as :func:`swiglu`, or another value of ``approximate``.
+        ValueError: as in :func:`swiglu`, or another value of ``approximate``.
     """
     return _glu(gate, up, code_of("geglu", "approximate", approximate, _GELU), 1.0, 1.0)
 
 
 def swiglu_packed(gate_up: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Tensor:
-    """:func:`swiglu` of the halves of one tensor, ``gate, up = gate_up.chunk(2, -1)``, as one projection gives them.
+    """Computes :func:`swiglu` of the halves of one projection's output, ``gate, up = gate_up.chunk(2, -1)``.
 
-    The backward writes one gradient tensor; nothing is split or concatenated.
+    The backward writes one gradient tensor, without a split or a concatenation.
 
     Args:
         gate_up: ``(..., 2 * intermediate_size)``.
@@ -90,7 +91,7 @@ def swiglu_packed(gate_up: Tensor, gate_multiplier: float = 1.0, down_multiplier
 
 
 def geglu_packed(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
-    """:func:`geglu` of the halves of one tensor; see :func:`swiglu_packed`."""
+    """Computes :func:`geglu` of the halves of one tensor; see :func:`swiglu_packed`."""
     return _glu_packed(gate_up, code_of("geglu_packed", "approximate", approximate, _GELU), 1.0, 1.0)
 
 
@@ -108,12 +109,12 @@ class _GatedMLP(nn.Module):
 
 
 def _sizes(intermediate_size: int | None = None) -> tuple[str, ...]:
-    """The sizes that a configuration must have beside the one that is given."""
+    """Returns the sizes that a configuration must have: without intermediate_size if that is an argument."""
     return ("hidden_size", "intermediate_size") if intermediate_size is None else ("hidden_size",)
 
 
 def _check_config(module: nn.Module, config: object, *names: str) -> None:
-    """Raises TypeError for a configuration without one of these attributes; ``"a or b"`` stands for either."""
+    """Raises TypeError if a configuration lacks one of these attributes; ``"a or b"`` requires one of the two."""
     missing = [n for n in names if all(getattr(config, either, None) is None for either in n.split(" or "))]
     if missing:
         hint = "types.SimpleNamespace(**config)" if isinstance(config, Mapping) else "a configuration of transformers"
@@ -154,16 +155,16 @@ class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
 
     Args:
         config: as in :class:`LigerSwiGLUMLP`.
-        intermediate_size: in place of the configuration's.
+        intermediate_size: replaces the configuration's.
     """
 
 
 class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
-    """:class:`LigerSwiGLUMLP` with the constructor of HunYuan's.
+    """:class:`LigerSwiGLUMLP` with the constructor arguments of HunYuan's MLP.
 
     Args:
         config: as in :class:`LigerSwiGLUMLP`.
-        layer_idx, is_shared_mlp: kept as attributes, without effect.
+        layer_idx, is_shared_mlp: stored as attributes, without effect.
     """
 
     def __init__(self, config: object, layer_idx: int | None = None, is_shared_mlp: bool = False):
@@ -172,10 +173,10 @@ class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
 
 
 class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
-    """``down_multiplier * down_proj(silu(gate_multiplier * gate_proj(x)) * up_proj(x))``, Falcon-H1's.
+    """``down_multiplier * down_proj(silu(gate_multiplier * gate_proj(x)) * up_proj(x))``, Falcon-H1's MLP.
 
     Args:
-        config: as in :class:`LigerSwiGLUMLP`, and ``mlp_multipliers``, the two factors.
+        config: as in :class:`LigerSwiGLUMLP`, and ``mlp_multipliers``: ``(gate_multiplier, down_multiplier)``.
     """
 
     def __init__(self, config: object):
@@ -189,7 +190,7 @@ class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
 
 
 class LigerPhi3SwiGLUMLP(nn.Module):
-    """``down_proj(silu(gate) * up)`` with ``gate, up = gate_up_proj(x).chunk(2, -1)``, Phi 3's; nothing is copied.
+    """``down_proj(silu(gate) * up)`` with ``gate, up = gate_up_proj(x).chunk(2, -1)``, Phi 3's MLP, without copies.
 
     Args:
         config: has ``hidden_size``, ``intermediate_size`` and ``hidden_act``.
@@ -238,8 +239,8 @@ class LigerExperts(nn.Module):
             ``moe_intermediate_size`` or ``intermediate_size``.
 
     Parameters are ``gate_up_proj``, ``[experts, 2 * intermediate_size, hidden_size]``, and ``down_proj``, ``[experts,
-    hidden_size, intermediate_size]``, as in transformers 5. Rows of 16 bytes or a multiple of it are what
-    ``torch.nn.functional.grouped_mm`` takes on a GPU.
+    hidden_size, intermediate_size]``, as in transformers 5. On a GPU, ``torch.nn.functional.grouped_mm`` requires that
+    a row's bytes are a multiple of 16.
 
     Raises:
         TypeError: ``config`` lacks one of these attributes; a dict and a number have none of them.
@@ -260,20 +261,20 @@ class LigerExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Gives the parameters new values as those that they begin with: normal, of ``config.initializer_range``."""
+        """Initialises the parameters: normally distributed, with standard deviation ``config.initializer_range``."""
         for weight in (self.gate_up_proj, self.down_proj):
             nn.init.normal_(weight, std=self.initializer_range)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The weighted sum of what a token's experts make of it.
+        """Computes the weighted sum of the outputs of each token's experts.
 
         Args:
             hidden_states: ``[tokens, hidden_size]``.
-            top_k_index: ``[tokens, k]`` int64, which experts; ``num_experts`` is none.
+            top_k_index: ``[tokens, k]`` int64, the experts of each token; ``num_experts`` stands for no expert.
             top_k_weights: ``[tokens, k]``, of any floating dtype.
 
         Returns:
-            The shape and dtype of ``hidden_states``. The sum is made in the wider of the two dtypes.
+            The shape and dtype of ``hidden_states``. The sum is computed in the wider of the two dtypes.
         """
         tokens, k = top_k_index.shape
         experts, order = top_k_index.reshape(-1).sort(stable=True)
@@ -287,7 +288,7 @@ class LigerExperts(nn.Module):
 
 
 def _grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Of rows ``x`` that are sorted by expert, each expert's times its ``weight[expert]``."""
+    """Multiplies the rows of each expert by ``weight[expert].T``. The rows of ``x`` are sorted by expert."""
     return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends.to(torch.int32))
 
 
@@ -320,9 +321,9 @@ class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
     """:class:`LigerGEGLUMLP` of Gemma 4, twice as wide in layers that share the keys and values of others.
 
     Args:
-        config: as in :class:`LigerGEGLUMLP`; with ``use_double_wide_mlp`` it says by ``kv_sharing_modes``, or by
-            ``num_hidden_layers`` and ``num_kv_shared_layers``, which layers these are.
-        layer_idx: which layer this is.
+        config: as in :class:`LigerGEGLUMLP`. Layers are wide only with ``use_double_wide_mlp``. ``kv_sharing_modes``,
+            or else ``num_hidden_layers`` and ``num_kv_shared_layers``, determine the layers that share.
+        layer_idx: the index of this layer.
     """
 
     def __init__(self, config: object, layer_idx: int = 0):
@@ -337,12 +338,12 @@ class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
 
 
 def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
-    """:func:`liger_ext.functional.swiglu`."""
+    """Calls :func:`liger_ext.functional.swiglu`."""
     return swiglu(a, b)
 
 
 def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
-    """:func:`liger_ext.functional.geglu`, by tanh."""
+    """Calls :func:`liger_ext.functional.geglu` with ``approximate="tanh"``."""
     return geglu(a, b)
 
 

@@ -1,4 +1,4 @@
-"""GroupNorm."""
+"""GroupNorm: functions, module, fake implementation and autograd formula."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _group_norm_backward = torch.ops.liger_ext.group_norm_backward.default
 def group_norm(
     x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6
 ) -> Tensor:
-    """Normalisation over groups of channels (Wu and He, 2018, arXiv:1803.08494).
+    """Applies group normalisation over groups of channels (Wu and He, 2018, arXiv:1803.08494).
 
-    ``y = (x - mean) * rstd * weight[channel] + bias[channel]`` with ``rstd = 1 / sqrt(var + eps)``, mean and biased
-    variance being those of a group: ``channels / num_groups`` channels of one sample. Statistics and all arithmetic are
-    in float32 (float64 for float64), with one rounding at the end; the backward adds up the gradients of weight and
-    bias in float32, in a fixed order.
+    ``y = (x - mean) * rstd * weight[channel] + bias[channel]`` with ``rstd = 1 / sqrt(var + eps)``. The mean and the
+    biased variance are those of a group: ``channels / num_groups`` channels of one sample. Statistics and all
+    arithmetic are in float32 (float64 for float64), with one rounding at the end; the backward sums the gradients of
+    weight and bias in float32, in a fixed order.
 
     Args:
-        x: ``(batch, channels, *)``, float32, bfloat16 or float16 (float64 on the CPU), any strides; what is not
-            contiguous is copied.
+        x: ``(batch, channels, *)``, float32, bfloat16 or float16 (float64 on the CPU), any strides; a non-contiguous
+            tensor is copied.
         num_groups: a divisor of ``channels``.
         weight, bias: ``(channels,)`` or None; their dtypes may differ from that of ``x``.
-        eps: added to the variance. Its default is upstream's; that of ``torch.nn.functional.group_norm`` is 1e-5.
+        eps: added to the variance. The default is Liger-Kernel's; ``torch.nn.functional.group_norm`` has 1e-5.
 
     Returns:
         ``y`` with the shape and dtype of ``x``, contiguous.
@@ -44,24 +44,24 @@ def group_norm(
 
 
 class LigerGroupNorm(NormModule):
-    """:func:`liger_ext.functional.group_norm` with its weight and bias.
+    """:func:`liger_ext.functional.group_norm` as a module with a weight and a bias.
 
     Args:
-        num_channels: of the input, ``(batch, num_channels, *)``. It comes first, as upstream's; in
-            ``torch.nn.GroupNorm`` ``num_groups`` does.
+        num_channels: the channels of the input, ``(batch, num_channels, *)``. It is the first argument, as in
+            Liger-Kernel; in ``torch.nn.GroupNorm`` ``num_groups`` is.
         num_groups: a divisor of ``num_channels``.
         eps: added to the variance.
-        bias: accepted for compatibility: there is a bias parameter either way, as upstream's checkpoints have it, and
-            it begins with zeros either way (upstream begins with random values if True). ``bias=False`` of
-            ``torch.nn.GroupNorm`` is ``with_bias=False`` here.
-        init_fn: the weight begins with ``"ones"`` or ``"zeros"``.
+        bias: accepted for compatibility, without effect: the module has a bias parameter either way, as in
+            Liger-Kernel's checkpoints, and it is initialised with zeros (Liger-Kernel: random values if True).
+            ``bias=False`` of ``torch.nn.GroupNorm`` is ``with_bias=False`` here.
+        init_fn: the initial values of the weight: ``"ones"`` or ``"zeros"``.
         affine: False: neither weight nor bias.
         with_bias: False: no bias parameter.
         device, dtype: of the parameters; by default torch's.
 
     Raises:
         TypeError, ValueError: ``num_channels`` or ``num_groups`` is no positive integer, or ``init_fn`` another value.
-        ValueError: ``num_groups`` does not divide ``num_channels``; when it is called, an input with another number of
+        ValueError: ``num_groups`` does not divide ``num_channels``; in a call, the input has another number of
             channels.
     """
 
@@ -105,7 +105,7 @@ def liger_group_norm(
     num_groups: int,
     eps: float,
 ) -> Tensor:
-    """:func:`liger_ext.functional.group_norm`; ``num_channels`` has no effect, X has so many."""
+    """Calls :func:`liger_ext.functional.group_norm`; ``num_channels`` has no effect, since X has the channels."""
     return group_norm(X, num_groups, affine_scaling_weight, affine_shifting_bias, eps)
 
 

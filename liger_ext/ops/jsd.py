@@ -1,4 +1,4 @@
-"""The generalised Jensen-Shannon divergence of a student's and a teacher's log-probabilities."""
+"""The generalised Jensen-Shannon divergence of a student's and a teacher's log-probabilities: functions and module."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _jsd_backward = torch.ops.liger_ext.jsd_backward.default
 def jsd(
     log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None, beta: float = 0.5, ignore_index: int = -100
 ) -> Tensor:
-    """Generalised Jensen-Shannon divergence between rows of log-probabilities, for distillation (Agarwal et al., 2023,
-    arXiv:2306.13649; Lin, 1991).
+    """Computes the generalised Jensen-Shannon divergence between rows of log-probabilities, for distillation (Agarwal
+    et al., 2023, arXiv:2306.13649; Lin, 1991).
 
     With the student's ``x = log_q``, ``Q = exp(x)``, the teacher's ``y = log_p``, ``P = exp(y)`` and the mixture
     ``M = beta * P + (1 - beta) * Q``, the loss is the mean over rows of the sum over columns of::
@@ -28,23 +28,23 @@ def jsd(
         beta = 0:      P * (y - x), the forward KL divergence
         beta = 1:      Q * (x - y), the reverse KL divergence
 
-    A probability of 0 (a log-probability of -inf, as of a masked class) contributes nothing: the divergence of
-    ``0 < beta < 1`` is always finite, the forward KL divergence infinite where only the student excludes a class, and
-    the reverse one where only the teacher does. Nothing of the size of the vocabulary is stored but the gradient. The
-    result is computed and returned in float32 (float64 for float64 inputs).
+    A probability of 0 (a log-probability of -inf, for example of a masked class) contributes 0. So the divergence with
+    ``0 < beta < 1`` is always finite. The forward KL divergence is infinite if only the student excludes a class, the
+    reverse KL divergence if only the teacher does. The gradient is the only allocated tensor of the size of the
+    log-probabilities. The result is computed and returned in float32 (float64 for float64 inputs).
 
     Args:
         log_q: the student's log-probabilities, ``(..., vocab_size)``, float32, bfloat16 or float16 (float64 on the
             CPU).
         log_p: the teacher's, in the shape and dtype of log_q. It has no gradient.
         shift_labels: the shape of log_q without its last dimension, int64, or None. Rows whose label is ignore_index
-            count for nothing and are not read: loss and gradient are 0. If none counts, so is the mean. Other labels
-            have no effect.
-        beta: the teacher's weight in the mixture, in [0, 1]; a number, no tensor.
-        ignore_index: the label of rows that do not count.
+            are ignored and not read: their loss and gradient are 0. If all rows are ignored, the mean is 0. Other
+            labels have no effect.
+        beta: the teacher's weight in the mixture, in [0, 1]; a number, not a tensor.
+        ignore_index: the label of ignored rows.
 
     Returns:
-        The loss, one number, differentiable with respect to log_q.
+        The loss, a scalar tensor, differentiable with respect to log_q.
 
     Raises:
         ValueError: beta outside its range, or shapes, dtypes or devices that do not fit together.
@@ -70,7 +70,7 @@ def jsd(
 
 
 class LigerJSD(nn.Module):
-    """:func:`liger_ext.functional.jsd` with its options; ``forward(log_q, log_p, shift_labels=None)``."""
+    """:func:`liger_ext.functional.jsd` as a module with its options; ``forward(log_q, log_p, shift_labels=None)``."""
 
     def __init__(self, beta: float = 0.5, ignore_index: int = -100):
         super().__init__()
@@ -89,7 +89,7 @@ class LigerJSD(nn.Module):
 def liger_jsd(
     input: Tensor, target: Tensor, shift_labels: Tensor | None = None, beta: float = 0.5, ignore_index: int = -100
 ) -> Tensor:
-    """:func:`liger_ext.functional.jsd` of the student's log-probabilities, ``input``, and the teacher's."""
+    """Calls :func:`liger_ext.functional.jsd` with the student's log-probabilities, ``input``, and the teacher's."""
     return jsd(input, target, shift_labels, beta, ignore_index)
 
 

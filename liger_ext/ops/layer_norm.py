@@ -1,4 +1,4 @@
-"""LayerNorm."""
+"""LayerNorm: functions, module, fake implementation and autograd formula."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _layer_norm_backward = torch.ops.liger_ext.layer_norm_backward.default
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    """Layer normalisation over the last dimension (Ba, Kiros and Hinton, 2016, arXiv:1607.06450).
+    """Applies layer normalisation over the last dimension (Ba, Kiros and Hinton, 2016, arXiv:1607.06450).
 
     ``y = (x - mean) * rstd * weight + bias`` with ``rstd = 1 / sqrt(var + eps)`` and the biased variance. Statistics
-    and all arithmetic are in float32 (float64 for float64), with one rounding at the end; the backward accumulates the
+    and all arithmetic are in float32 (float64 for float64), with one rounding at the end; the backward sums the
     gradients of weight and bias in float32 over all rows.
 
     Args:
@@ -36,15 +36,15 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps
 
 
 class LigerLayerNorm(NormModule):
-    """:func:`liger_ext.functional.layer_norm` with its weight and bias.
+    """:func:`liger_ext.functional.layer_norm` as a module with a weight and a bias.
 
     Args:
         hidden_size: size of the last dimension of the input.
         eps: added to the variance.
-        bias: accepted for compatibility: there is a bias parameter either way, as upstream's checkpoints have it, and
-            it begins with zeros either way (upstream begins with random values if True). ``bias=False`` of
-            ``torch.nn.LayerNorm`` is ``with_bias=False`` here.
-        init_fn: the weight begins with ``"ones"`` or ``"zeros"``.
+        bias: accepted for compatibility, without effect: the module has a bias parameter either way, as in
+            Liger-Kernel's checkpoints, and it is initialised with zeros (Liger-Kernel: random values if True).
+            ``bias=False`` of ``torch.nn.LayerNorm`` is ``with_bias=False`` here.
+        init_fn: the initial values of the weight: ``"ones"`` or ``"zeros"``.
         impl, mode, backend: accepted for compatibility, without effect.
         elementwise_affine: False: neither weight nor bias.
         with_bias: False: no bias parameter.
@@ -85,7 +85,7 @@ class LigerLayerNorm(NormModule):
 
 
 def liger_layer_norm(X: Tensor, W: Tensor | None, B: Tensor | None, eps: float) -> Tensor:
-    """:func:`liger_ext.functional.layer_norm`."""
+    """Calls :func:`liger_ext.functional.layer_norm`."""
     return layer_norm(X, W, B, eps)
 
 
@@ -99,7 +99,8 @@ def _fake_backward(dy, x, weight, mean, rstd, bias_dtype, need_dx, need_dweight,
 
 
 def fake_gradients(x, weight, bias_shape, bias_dtype, need_dx, need_dweight, need_dbias):
-    """Of a norm's input and parameters: empty where not wanted, or where there is no such parameter."""
+    """Returns the gradients of a norm's input, weight and bias without data. A gradient that is not needed, or whose
+    parameter is None, is empty."""
     dweight = x.new_empty(0) if weight is None else weight.new_empty(weight.shape if need_dweight else 0)
     need_dbias = need_dbias and bias_dtype is not None
     dbias = x.new_empty(bias_shape if need_dbias else 0, dtype=x.dtype if bias_dtype is None else bias_dtype)

@@ -1,5 +1,7 @@
-"""Log-probabilities of tokens from a language-model head, without the logits as a whole, and what preference and RL
-losses need beside them: entropy, mean logit, whether the token is the most probable, and sum of squared probabilities.
+"""Log-probabilities of tokens from a language-model head, for preference and RL losses, without storing all logits.
+
+The op can also return the entropy, the mean logit, whether the token is the most probable one, and the logarithm of the
+sum of squared probabilities.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ _OP = "linear_log_probs"
 
 
 class LogProbsOutput(NamedTuple):
-    """Results of :func:`linear_log_probs`, each in the shape of target; None where it was not asked for."""
+    """Results of :func:`linear_log_probs`, each in the shape of target. A field whose option is False is None."""
 
     log_probs: Tensor
     entropy: Tensor | None = None
@@ -48,19 +50,19 @@ def linear_log_probs(
     rows: CountedRows | Tensor | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
 ) -> Tensor | LogProbsOutput:
-    """The log-probability of each target under the softmax of a head's logits.
+    """Computes the log-probability of each target under the softmax of a head's logits.
 
     ``z = softcap * tanh(logit_scale * (x @ weight.T + bias) / softcap) / temperature``, or without a softcap
     ``logit_scale * (x @ weight.T + bias) / temperature``; ``p = softmax(z)``; ``log_probs = log p[target]``. The
-    matmuls run as those of :func:`fused_linear_cross_entropy`; everything else is float32 (float64 for float64).
+    matmuls run as in :func:`fused_linear_cross_entropy`; everything else is in float32 (float64 for float64).
 
-    The matmul rounds ``x @ weight.T + bias`` to ``logits_dtype``. Rounding to bfloat16 moves a logit by up to 2^-9 of
-    its size, and log-probabilities with it. With float32 logits, log-probabilities are within about 1e-5 of those of
-    exact products of the matmul's operands. The gradient of the logits is computed in float32, too, and then rounded to
-    the dtype of the matmuls. Some rows of logits exist in float32 at a time.
+    The matmul rounds ``x @ weight.T + bias`` to ``logits_dtype``. Rounding to bfloat16 changes a logit by up to 2^-9 of
+    its size, and so the log-probabilities. With float32 logits, the log-probabilities differ by about 1e-5 at most from
+    those of exact products of the matmul's operands. The gradient of the logits is then computed in float32, too, and
+    rounded to the dtype of the matmuls. Float32 logits exist for one chunk of rows at a time.
 
-    Gradients reach x, weight and bias from ``log_probs`` and from ``entropy``, with any upstream gradient. A gradient
-    of the entropy computes the logits a second time where their stored gradient may not be overwritten.
+    ``log_probs`` and ``entropy`` are differentiable with respect to x, weight and bias. With an upstream gradient of
+    the entropy, the backward recomputes the logits if their stored gradient may not be overwritten.
 
     Args:
         x: ``(..., hidden_size)``, the hidden states: float32, bfloat16 or float16 (float64 on the CPU).
@@ -68,27 +70,28 @@ def linear_log_probs(
         target: the shape of x without its last dimension, int64 or uint8: the tokens, each in ``[0, vocab_size)`` or
             ``ignore_index``.
         bias: ``(vocab_size,)`` or None.
-        temperature: a number from 1e-9 to 1e9, or a tensor of them in the shape of target, which is taken as a constant
-            and whose values are not checked, since that would wait for the device.
+        temperature: a number from 1e-9 to 1e9, or a tensor of such numbers in the shape of target. A tensor is a
+            constant, and its values are not checked, since a check would wait for the device.
         softcap: bound of the logits (Gemma 2), a number from 1e-18 to 1e18, or None.
         logit_scale: a number from 1e-9 to 1e9 (Cohere).
         ignore_index: the results of rows with this target are 0 (``is_top1``: False), and so are their gradients.
         entropy: also return ``-sum(p * log(p))``.
-        mean_logits: also return the mean of z over the vocabulary, a constant.
-        is_top1: also return whether the target is the first of the largest logits, before the softcap.
-        log_sum_sq_probs: also return ``log(sum(p ** 2))``, a constant.
-        logits_dtype: the dtype of the logits. None: that of the matmuls. ``torch.float32`` where that is bfloat16 or
-            float16, also under autocast: unrounded logits.
-        memory, rows, process_group: as of :func:`fused_linear_cross_entropy`. With a sharded vocabulary temperature is
-            the same in all processes, too.
+        mean_logits: also return the mean of z over the vocabulary, without gradient.
+        is_top1: also return whether the target has the largest logit before the softcap (of equal logits, the first
+            counts).
+        log_sum_sq_probs: also return ``log(sum(p ** 2))``, without gradient.
+        logits_dtype: the dtype of the logits. None: the dtype of the matmuls. ``torch.float32`` with matmuls in
+            bfloat16 or float16, also under autocast: logits that are not rounded to 16 bits.
+        memory, rows, process_group: as in :func:`fused_linear_cross_entropy`. With a sharded vocabulary, temperature
+            must be the same in all processes, too.
 
     Returns:
-        ``log_probs``, or a :class:`LogProbsOutput` if anything else is asked for; float32 (float64 for float64) in the
-        shape of target, ``is_top1`` bool.
+        ``log_probs``, or a :class:`LogProbsOutput` if another result is requested: float32 (float64 for float64) in the
+        shape of target; ``is_top1`` is bool.
 
     Raises:
-        ValueError: an option outside its range, a logits_dtype that is neither float32 nor the dtype of the matmuls
-            (float64: that alone), shapes, dtypes or devices that do not fit together.
+        ValueError: an option outside its range; a logits_dtype other than float32 or the dtype of the matmuls (with
+            float64 matmuls: other than float64); shapes, dtypes or devices that do not fit together.
         IndexError: a target out of range, as in :func:`cross_entropy`.
     """
     flags = {"entropy": entropy, "mean_logits": mean_logits, "is_top1": is_top1, "log_sum_sq_probs": log_sum_sq_probs}

@@ -1,4 +1,4 @@
-"""Squared ReLU."""
+"""Squared ReLU: function, module, and registration of the op."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["LigerReLUSquared", "liger_relu_squared", "relu_squared"]
 
 
 def relu_squared(x: Tensor) -> Tensor:
-    """``y = max(x, 0)^2`` (So et al., Primer, arXiv:2109.08668).
+    """Computes ``y = max(x, 0)^2`` (So et al., Primer, arXiv:2109.08668).
 
-    Computed in float32 (float64 for float64), with one rounding at the end. A NaN stays one, as in
+    The arithmetic is in float32 (float64 for float64), with one rounding at the end. A NaN stays NaN, as in
     ``F.relu(x).square()``.
 
     Args:

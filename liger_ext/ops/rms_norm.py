@@ -1,4 +1,4 @@
-"""RMSNorm, and RMSNorm of a sum (the residual connection before a norm, fused)."""
+"""RMSNorm, and RMSNorm of a sum (a norm fused with the residual connection before it): functions and modules."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _add_rms_norm_backward = torch.ops.liger_ext.add_rms_norm_backward.default
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str | int = "llama"
 ) -> Tensor:
-    """Root-mean-square normalisation over the last dimension (Zhang and Sennrich, 2019, arXiv:1910.07467).
+    """Applies root-mean-square normalisation over the last dimension (Zhang and Sennrich, 2019, arXiv:1910.07467).
 
     ``y = x * rstd * (weight + offset)`` with ``rstd = 1 / sqrt(mean(x**2) + eps)``. All arithmetic is in float32
-    (float64 for float64), with one rounding at the end; the backward accumulates the weight's gradient in float32 over
-    all rows.
+    (float64 for float64), with one rounding at the end; the backward sums the weight's gradient in float32 over all
+    rows.
 
     Args:
         x: ``(..., hidden_size)``, float32, bfloat16 or float16 (float64 on the CPU), any strides.
@@ -44,8 +44,8 @@ def rms_norm(
             offset.
         eps: added to the mean of squares.
         offset: added to the weight (1.0 in Gemma).
-        casting_mode: ``"llama"``: ``x * rstd`` is rounded to the dtype of ``x`` before the weight multiplies it, as in
-            the Llama reference; ``"gemma"`` and ``"none"``: it is not.
+        casting_mode: with ``"llama"``, ``x * rstd`` is rounded to the dtype of ``x`` before the product with the
+            weight, as in the Llama reference; with ``"gemma"`` and ``"none"`` it is not rounded.
 
     Returns:
         ``y`` with the shape and dtype of ``x``, contiguous.
@@ -72,11 +72,11 @@ def add_rms_norm(
         weight, eps, offset, casting_mode: as in :func:`rms_norm`.
 
     Returns:
-        ``(y, s)``, both with the shape of ``x`` and the promoted dtype of ``x`` and ``residual``. The norm is that of
-        the rounded sum. Both are differentiable.
+        ``(y, s)``, both with the shape of ``x`` and the promoted dtype of ``x`` and ``residual``. The norm is applied
+        to the rounded sum. Both are differentiable.
 
     Raises:
-        ValueError: as :func:`rms_norm`, or a residual of another shape or device.
+        ValueError: as in :func:`rms_norm`, or a residual of another shape or device.
     """
     return _add_rms_norm(
         x, residual, weight, eps, offset, code_of("add_rms_norm", "casting_mode", casting_mode, CASTING_MODES)
@@ -84,14 +84,14 @@ def add_rms_norm(
 
 
 class LigerRMSNorm(NormModule):
-    """:func:`liger_ext.functional.rms_norm` with its weight.
+    """:func:`liger_ext.functional.rms_norm` as a module with a weight.
 
     Args:
         hidden_size: size of the last dimension of the input.
         eps, offset, casting_mode: as in :func:`liger_ext.functional.rms_norm`.
-        init_fn: the weight begins with ``"ones"`` or ``"zeros"``.
-        in_place, row_mode: accepted for compatibility, without effect: no input or gradient is ever written, and the
-            launch is planned from the device and the shape.
+        init_fn: the initial values of the weight: ``"ones"`` or ``"zeros"``.
+        in_place, row_mode: accepted for compatibility, without effect: no input or upstream gradient is ever written,
+            and the launch is planned from the device and the shape.
         elementwise_affine: False: no weight.
         device, dtype: of the weight; by default torch's.
 
@@ -131,7 +131,7 @@ class LigerRMSNorm(NormModule):
 
 
 class LigerRMSNormForGemma(LigerRMSNorm):
-    """:class:`LigerRMSNorm` of Gemma: the factor is 1 + weight, and the result rounded once."""
+    """:class:`LigerRMSNorm` of Gemma: the factor is 1 + weight, and the result is rounded once."""
 
     init_fn = "zeros"
 
@@ -154,11 +154,11 @@ class LigerRMSNormForGemma(LigerRMSNorm):
 
 
 class LigerRMSNormForGemma2(LigerRMSNormForGemma):
-    """:class:`LigerRMSNormForGemma`, under upstream's other name."""
+    """:class:`LigerRMSNormForGemma` under another name of Liger-Kernel's."""
 
 
 class LigerRMSNormForQwen3Next(LigerRMSNormForGemma):
-    """:class:`LigerRMSNormForGemma`, under upstream's other name."""
+    """:class:`LigerRMSNormForGemma` under another name of Liger-Kernel's."""
 
 
 class LigerRMSNormForGemma3(LigerRMSNormForGemma):
@@ -181,7 +181,7 @@ class LigerRMSNormForGemma3(LigerRMSNormForGemma):
 
 
 class LigerRMSNormForGemma4(LigerRMSNorm):
-    """:class:`LigerRMSNorm` of Gemma 4: rounded once, with no offset; ``with_scale=False``: with no weight."""
+    """:class:`LigerRMSNorm` of Gemma 4: rounded once, without offset; with ``with_scale=False`` also without weight."""
 
     def __init__(
         self,
@@ -212,18 +212,19 @@ class LigerRMSNormForGemma4(LigerRMSNorm):
 
 
 class LigerRMSNormForOlmo2(LigerRMSNorm):
-    """:class:`LigerRMSNorm` under upstream's other name. As upstream's, it rounds as Llama's does by default; OLMo 2's
-    own rounds once, as with ``casting_mode="gemma"``."""
+    """:class:`LigerRMSNorm` under another name of Liger-Kernel's. By default it rounds as Llama's norm, as in
+    Liger-Kernel; OLMo 2's norm in transformers rounds once, as with ``casting_mode="gemma"``."""
 
 
 class LigerRMSNormForGlm4(LigerRMSNorm):
-    """:class:`LigerRMSNorm` under upstream's other name."""
+    """:class:`LigerRMSNorm` under another name of Liger-Kernel's."""
 
 
 class LigerFusedAddRMSNorm(NormModule):
-    """:func:`liger_ext.functional.add_rms_norm` with its weight: ``forward(hidden_states, residual) -> (normed, sum)``.
+    """:func:`liger_ext.functional.add_rms_norm` as a module with a weight.
 
-    Arguments as in :class:`LigerRMSNorm`; ``in_place`` has no effect.
+    ``forward(hidden_states, residual) -> (normed, sum)``. Arguments as in :class:`LigerRMSNorm`; ``in_place`` has no
+    effect.
     """
 
     def __init__(
@@ -255,14 +256,14 @@ class LigerFusedAddRMSNorm(NormModule):
 def liger_rms_norm(
     X: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
 ) -> Tensor:
-    """:func:`liger_ext.functional.rms_norm`."""
+    """Calls :func:`liger_ext.functional.rms_norm`; ``in_place`` has no effect."""
     return rms_norm(X, W, eps, offset, casting_mode)
 
 
 def liger_fused_add_rms_norm(
     X: Tensor, R: Tensor, W: Tensor, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """:func:`liger_ext.functional.add_rms_norm`."""
+    """Calls :func:`liger_ext.functional.add_rms_norm`; ``in_place`` has no effect."""
     return add_rms_norm(X, R, W, eps, offset, casting_mode)
 
 
@@ -325,7 +326,7 @@ def _setup_add_context(ctx, inputs, output):
 
 def _add_backward(ctx, saved, dy, dsum, _):
     need_x, need_residual, need_dweight = ctx.needs_input_grad[:3]
-    dx, dweight = dsum, None  # what holds when only the sum was used: its gradient passes through
+    dx, dweight = dsum, None  # if only the sum has an upstream gradient, dx equals it
     if dy is not None:
         total, weight, rstd = saved
         dx, dweight = _add_rms_norm_backward(

@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys."""
+"""Rotary position embedding of queries and keys: functions, fake implementation and autograd formula."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ def rope(
     layout: str = "halves",
     half_tables: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Rotary position embedding of queries and keys (Su et al., 2021, arXiv:2104.09864).
+    """Applies the rotary position embedding to queries and keys (Su et al., 2021, arXiv:2104.09864).
 
-    The first R columns of a head are R / 2 pairs and are rotated, the others are copied (partial rotary embedding). In
-    the layout ``"halves"`` of GPT-NeoX and of most models of Hugging Face, the pth pair is in columns p and p + R / 2::
+    The first R columns of a head are R / 2 pairs and are rotated; the other columns are copied (partial rotary
+    embedding). In the layout ``"halves"`` of GPT-NeoX and of most models of Hugging Face, pair p is in columns p and
+    p + R / 2::
 
         out[p]         = x[p]         * cos[p]         - x[p + R / 2] * sin[p]              for p < R / 2
         out[p + R / 2] = x[p + R / 2] * cos[p + R / 2] + x[p]         * sin[p + R / 2]
 
-    In ``"interleaved"`` (GPT-J, GLM, Cohere) it is in columns 2p and 2p + 1 of x, of the result and of the tables;
-    ``"interleaved_to_halves"`` (DeepSeek V3) takes it from there and puts it where ``"halves"`` has it, in the tables
-    as well.
+    In ``"interleaved"`` (GPT-J, GLM, Cohere) pair p is in columns 2p and 2p + 1 of x, of the result and of the tables.
+    In ``"interleaved_to_halves"`` (DeepSeek V3) it is in these columns of x, and in columns p and p + R / 2 of the
+    result and of the tables.
 
-    The arithmetic is in float32 (float64 for float64) whatever the dtypes, with one rounding at the end.
+    The arithmetic is in float32 (float64 for float64), whatever the dtypes, with one rounding at the end.
 
     Args:
         q, k: ``(batch, heads, seq, head_dim)``, in any strides; the number of heads may differ. One dtype: float32,
@@ -50,11 +51,11 @@ def rope(
             Constants: they must not require a gradient.
         unsqueeze_dim: 1, or 2 where q and k are ``(batch, seq, heads, head_dim)``.
         layout: ``"halves"``, ``"interleaved"`` or ``"interleaved_to_halves"``.
-        half_tables: cos and sin have R / 2 columns, of which the pth is both elements' of the pth pair, in any layout.
+        half_tables: cos and sin have R / 2 columns; column p is for both elements of pair p, in any layout.
 
     Returns:
-        ``(q', k')`` with the shapes and dtypes of q and k, and their strides where these leave no gaps and head_dim is
-        contiguous; contiguous otherwise. k' is None where k is.
+        ``(q', k')`` with the shapes and dtypes of q and k. They have the strides of q and k if these leave no gaps and
+        head_dim is contiguous; otherwise they are contiguous. k' is None if k is None.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together, or another ``unsqueeze_dim`` or ``layout``.
@@ -89,12 +90,12 @@ def liger_rotary_pos_emb(
     unsqueeze_dim: int = 1,
     rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`liger_ext.functional.rope`.
+    """Calls :func:`liger_ext.functional.rope`.
 
     Args:
-        position_ids: no effect: cos and sin are those of the positions already, as in Hugging Face.
-        rotary_dim: how many elements of a head are rotated: the columns of cos and sin, or twice as many, which means
-            ``half_tables``. None: the columns.
+        position_ids: without effect: cos and sin are already those of the positions, as in Hugging Face.
+        rotary_dim: the number of rotated elements of a head: the number of columns of cos and sin, or twice this number
+            for ``half_tables``. None: the number of columns.
 
     Raises:
         ValueError: another ``rotary_dim``.
@@ -106,13 +107,13 @@ def liger_rotary_pos_emb(
 
 
 def liger_rotary_pos_emb_gpt_oss(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`liger_ext.functional.rope` of whole heads, with ``half_tables``."""
+    """Calls :func:`liger_ext.functional.rope` with ``half_tables`` for GPT-OSS, which rotates whole heads."""
     return rope(q, k, cos, sin, half_tables=True)
 
 
 def liger_rotary_pos_emb_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`liger_ext.functional.rope` of images in Qwen-VL: q and k are ``(seq, heads, head_dim)``, cos and sin
-    ``(seq, head_dim)``."""
+    """Calls :func:`liger_ext.functional.rope` for images in Qwen-VL: q and k are ``(seq, heads, head_dim)``, cos and
+    sin ``(seq, head_dim)``."""
     q, k = rope(q.unsqueeze(0), k.unsqueeze(0), cos, sin, unsqueeze_dim=2)
     return q.squeeze(0), k.squeeze(0)
 

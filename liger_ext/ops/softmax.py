@@ -1,4 +1,4 @@
-"""Softmax over the last dimension."""
+"""Softmax over the last dimension: function, module, and registration of the op."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["LigerSoftmax", "liger_softmax", "softmax"]
 
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
-    """``y = exp(x - max(x)) / sum(exp(x - max(x)))`` over the last dimension.
+    """Computes ``y = exp(x - max(x)) / sum(exp(x - max(x)))`` over the last dimension.
 
-    Computed in float32 (float64 for float64), with one rounding at the end.
+    The arithmetic is in float32 (float64 for float64), with one rounding at the end.
 
     Args:
         x: ``(..., n)``, float32, bfloat16 or float16 (float64 on the CPU), any strides.
-        dim: the last dimension, -1 or ``x.dim() - 1``. Of another one:
+        dim: the last dimension, -1 or ``x.dim() - 1``. For another dimension:
             ``softmax(x.transpose(dim, -1)).transpose(dim, -1)``.
 
     Returns:
@@ -46,10 +46,10 @@ class LigerSoftmax(nn.Module):
     """:func:`liger_ext.functional.softmax`: softmax over the last dimension.
 
     Args:
-        dim: the last dimension of the input, -1 or its number.
+        dim: the last dimension of the input, as -1 or as its index.
     """
 
-    dim = -1  # in instances that were pickled before they kept it
+    dim = -1  # for instances that were pickled by versions without this attribute
 
     def __init__(self, dim: int = -1):
         super().__init__()

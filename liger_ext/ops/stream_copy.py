@@ -1,5 +1,5 @@
-"""What torch has to know of ``torch.ops.liger_ext.stream_copy``, the benchmarks' measuring stick: it has no public
-function, and no gradient."""
+"""Registers ``torch.ops.liger_ext.stream_copy``, with which benchmarks and tune measure the memory's bandwidth. The op
+has no public function and no gradient."""
 
 from __future__ import annotations
 

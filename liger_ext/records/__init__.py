@@ -1,7 +1,15 @@
-"""One record of each op (``Record``): what it means, how exact it is, how it is called and what it costs. The doctor,
-tune, numerics, the tests and the benchmarks go through ``RECORDS``; none of them knows an op by its name.
+"""The table ``RECORDS``: a record (``Record``) of each op with its formula, error bounds, example inputs and costs.
 
-A module of this folder holds the records of a family. A new op needs its module here and nothing else of this package.
+The doctor, tune, numerics, the tests and the benchmarks loop over ``RECORDS`` and contain no op's name. Each module of
+this folder has the records of one family of ops. A record's main parts:
+
+- the formula (``reference``), which is evaluated in float64 for exact results;
+- the baseline, a composition of PyTorch's own functions, whose error limits the op's error (``rule.py``);
+- the scales: for each result, the size of the intermediate values from which it is computed. Rounding errors are
+  proportional to that size (``bounds.py``);
+- the benchmarks: the sizes and options with which ``benchmarks rows`` times the op.
+
+A new op needs a module in this folder; ``RECORDS`` is built from all modules.
 """
 
 from __future__ import annotations
@@ -27,4 +35,4 @@ def _found() -> dict[str, Record]:
 
 
 RECORDS: dict[str, Record] = _found()
-"""Each op's record by the op's name."""
+"""The records by the ops' names."""

@@ -1,4 +1,5 @@
-"""What the records of the norms share."""
+"""Constants and functions that the records of all norms share: counts of roundings, sizes to time, and the scale of dx
+(the size of the intermediate values from which dx is computed)."""
 
 from __future__ import annotations
 
@@ -7,11 +8,12 @@ from torch import Tensor
 from liger_ext.records._record import Roundings, Size, Timed, sizes
 from liger_ext.records._sizes import peak
 
-# Squares and mean 3, reciprocal square root 4 (half of what comes before it: 1.5 and half a sum), times x and weight 3.
+# Squares and mean 3, reciprocal square root 4, products with x and weight 3. The root halves the relative error of its
+# argument: of the first 3 roundings and of the sum, 1.5 and half a sum remain.
 NORM = Roundings(9, 0.5)
-# g and n with a norm's roundings, their product's mean, the difference, times the norm's factor.
+# g and n with a norm's roundings, the mean of their product, the difference, the product with the norm's factor.
 NORM_DX = Roundings(24, 2)
-# Sums over rows: a thread's, its block's, the partial rows', the store's; before it n, and its product with dy.
+# n and its product with dy; then the sums over rows: of a thread, of its block, over partial rows; and the store.
 NORM_SUMS = {"dweight": Roundings(16, 1), "dbias": Roundings(4)}
 
 NORM_TIMED = Timed(

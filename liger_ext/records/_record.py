@@ -1,4 +1,5 @@
-"""What a record says of an op, and what the makers of its inputs are given."""
+"""The classes of the records: ``Record`` describes an op. ``Size`` and ``Make`` are the arguments of a record's
+functions, ``Roundings`` and ``Timed`` the values of its fields."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from liger_ext.records._sizes import Tensors
 
 @dataclass(frozen=True)
 class Roundings:
-    """``steps``: roundings in a row, in half ulps of the values' size; ``sums``: how often a row's sum enters."""
+    """The counts from which ``bounds.py`` derives the largest error of a result. ``steps``: the successive roundings
+    between inputs and result, each at most half an ulp of the result's scale. ``sums``: the number of sums over a row
+    in the result."""
 
     steps: float
     sums: float = 0.0
@@ -24,9 +27,10 @@ class Roundings:
 
 @dataclass(frozen=True)
 class Size:
-    """Of a call: ``rows`` and ``cols`` of x, gate or logits; RoPE's positions of each of ``batch`` sequences and head
-    dimension. ``heads``: RoPE's of q and of k, and the rotary dimension. ``hidden``: the hidden size in front of a
-    head of ``cols`` classes."""
+    """The sizes of a call. ``rows`` and ``cols``: of x, gate or logits; for RoPE, the positions of each of ``batch``
+    sequences, and the head dimension. ``heads``: RoPE's numbers of heads of q and of k, and the rotary dimension.
+    ``hidden``: for the fused loss, the hidden size of a head with ``cols`` classes; for GroupNorm, the elements of a
+    channel."""
 
     rows: int
     cols: int
@@ -35,7 +39,7 @@ class Size:
     batch: int = 1
 
     def at(self, rows: int, cols: int) -> Size:
-        """With other rows and columns; RoPE rotates all of the head then."""
+        """Returns this size with other rows and columns. The rotary dimension of RoPE becomes the head dimension."""
         return replace(self, rows=rows, cols=cols, heads=(*self.heads[:2], cols) if any(self.heads) else self.heads)
 
     def __str__(self) -> str:
@@ -51,7 +55,8 @@ def sizes(*shapes: tuple[int, int]) -> tuple[Size, ...]:
 
 
 def matrices(forward: int, backward: int, statistics: int = 0) -> Callable[[Size, int], tuple[int, int]]:
-    """Record.moved of an op that moves so many matrices of its size each way, and bytes of each row's statistics."""
+    """Returns a function for ``Record.moved``, for an op that moves ``forward`` and ``backward`` matrices of its size,
+    and ``statistics`` bytes for each row."""
 
     def moved(size: Size, width: int) -> tuple[int, int]:
         matrix, rows = size.rows * size.cols * width, size.rows * statistics
@@ -61,9 +66,10 @@ def matrices(forward: int, backward: int, statistics: int = 0) -> Callable[[Size
 
 
 class Make:
-    """Makes tensors for the inputs of an op: in one dtype unless another is said, on one device, from one generator (a
-    CPU's by default: the same values on all devices). Every ``ignored``-th target is ignored; 0: none, for a
-    measurement, in which all rows count."""
+    """Creates random tensors for an op's inputs, in one dtype (unless a call names another) on one device.
+
+    ``generator``: by default one on the CPU, which draws the same values for all devices. ``ignored``: every
+    ``ignored``-th target is ``ignore_index``; 0: no target is, for measurements of time."""
 
     def __init__(
         self,
@@ -76,12 +82,12 @@ class Make:
         self.generator = generator or torch.Generator().manual_seed(0)
 
     def leaf(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0, mean: float = 0.0) -> Tensor:
-        """Normally distributed; a gradient is wanted of it."""
+        """Returns a normally distributed leaf that requires a gradient."""
         drawn = torch.randn(shape, generator=self.generator, device=self.generator.device)
         return drawn.mul_(scale).add_(mean).to(self.device, dtype or self.dtype).requires_grad_()
 
     def targets(self, rows: int, classes: int, ignore_index: int = -100) -> Tensor:
-        """int64."""
+        """Returns random int64 targets, some of them ``ignore_index``."""
         drawn = torch.randint(classes, (rows,), generator=self.generator, device=self.generator.device)
         if self.ignored:
             drawn[3 :: self.ignored] = ignore_index
@@ -94,27 +100,28 @@ class Make:
 
 @dataclass(frozen=True)
 class Timed:
-    """A row of the benchmarks: the op with ``options``, without gradients of ``frozen`` inputs, at ``sizes`` on a GPU
-    and ``small`` ones on a CPU."""
+    """A benchmark of an op, whose function is called with ``options`` and computes no gradients of ``frozen`` inputs.
+    It is timed at ``sizes`` on a GPU, and at ``small`` on a CPU."""
 
     sizes: tuple[Size, ...]
     small: tuple[Size, ...]
     options: Mapping[str, Any] | None = None
     label: str = ""
     frozen: tuple[str, ...] = ()
-    peers: bool = True  # other libraries' functions can do it, too
+    peers: bool = True  # other libraries' functions support these options, too
     other_dtype: tuple[str, ...] = ()  # inputs in float32, or in bfloat16 where the others are float32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """All that the rest of the package, the tests and the benchmarks need to know of an op. A part that is missing is a
-    TypeError with its name when the record is made.
+    """The description of an op for the rest of the package, the tests and the benchmarks. The constructor raises a
+    TypeError that names a missing field.
 
-    Its meaning: ``reference`` is the formula (called in float64), ``baseline`` a composition of PyTorch's own
-    functions, ``scales`` the sizes of intermediate values by the results' names, for results that are small differences
-    of large numbers; one called "dx bound" stands in for that of dx where ``bound`` is asked. ``roundings``: of each
-    result and gradient (bounds.py).
+    The op's definition: ``reference`` is the formula (called in float64), ``baseline`` a composition of PyTorch's own
+    functions, whose error limits the op's (rule.py). ``scales`` returns the size of the intermediate values of a result
+    by the result's name, for results that are small differences of large numbers; without an entry it is the largest
+    value of the result's row. If there is an entry "dx bound", bounds.py uses it in place of "dx". ``roundings``: the
+    counts of each result and gradient (bounds.py).
     """
 
     name: str
@@ -125,22 +132,22 @@ class Record:
     outputs: tuple[str, ...] = ("out",)
     parameters: tuple[str, ...] = ()  # inputs whose gradient is a sum over rows
     constants: tuple[str, ...] = ()  # floating inputs that have no gradient
-    computes_in: tuple[str, ...] = ()  # inputs whose dtypes promote to the one computed in; none: the first floating
+    computes_in: tuple[str, ...] = ()  # inputs whose promoted dtype is the compute dtype; (): the first floating input
     row_length: Callable[[Mapping[str, Any]], int] | None = None  # of its sums; None: the first floating input's
-    stores: bool = False  # its functions take the dtype that is computed in as ``stored``
-    native: bool = False  # PyTorch runs in the inputs' dtypes, and rounding errors need not average out
-    # Results with a value of their size that is rounded to the dtype computed in on the way.
+    stores: bool = False  # reference and baseline take the compute dtype as ``stored``
+    native: bool = False  # the baseline runs in the inputs' dtypes, and rounding errors need not average out
+    # Returns the results for which an intermediate value of their size is rounded to the compute dtype.
     rounded: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda inputs: ()
 
-    # How it is called: arguments by name, in the order of the function's; the size of a call in a small model of
-    # (tokens, hidden_size, vocab_size); that of a training step of an 8B Llama.
+    # The op's calls: the arguments by name, in the order of the function's parameters; the size of a call in a small
+    # model with (tokens, hidden_size, vocab_size); the size of a call in a training step of an 8B Llama.
     inputs: Callable[[Make, Size], dict[str, Any]]
     example: Callable[[int, int, int], Size]
     llama: Size
 
-    # What it costs: of the bytes of an element, those that must be moved forward, and backward; what is timed; the op
-    # whose kernels it runs, "" being its own; what ``_C.plans`` asks of a call beside rows and columns, on a GPU with
-    # so many bytes of memory and with such options; and the call, and its options, that tune measures for the Llama's.
+    # The op's costs: the bytes that forward and backward must move, from the size and the bytes of an element; the
+    # benchmarks; the op whose kernels it runs, "" for its own; the facts that ``_C.plans`` needs beside rows and
+    # columns, from size, dtype, profile and options; and the size and options that tune measures for the Llama's call.
     moved: Callable[[Size, int], tuple[int, int]]
     timed: tuple[Timed, ...]
     launched_as: str = ""
@@ -154,7 +161,7 @@ class Record:
 
     @property
     def kernels(self) -> str:
-        """The name under which ``_C.plans`` and docs know its kernels."""
+        """The name of the op's kernels in ``_C.plans`` and in the docs."""
         return self.launched_as or self.name
 
     def plans(
@@ -167,8 +174,8 @@ class Record:
         options: Mapping[str, Any] | None = None,
         frozen: Collection[str] = (),
     ) -> list[_C.NamedLaunch]:
-        """The launches of a call: forward, then backward; or those of the op, or its backward, called ``name``. With
-        ``options`` of the function, and without gradients of ``frozen`` inputs."""
+        """Returns the launches of a call with ``options`` of the function and without gradients of ``frozen`` inputs:
+        those of forward and backward; or, with ``name``, those of the op or the backward of this name."""
         options = options or {}
         missing = any(name in options and options[name] is None for name in self.parameters)
         call = {
@@ -187,7 +194,7 @@ class Record:
         ]
 
     def run(self, **arguments: Any) -> Any:
-        """The public function."""
+        """Calls the public function."""
         from liger_ext import functional
 
         return getattr(functional, self.name)(**arguments)

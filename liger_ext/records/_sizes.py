@@ -1,4 +1,5 @@
-"""Sizes of intermediate values, for the records' scales."""
+"""Helpers that compute the records' scales: the sizes of intermediate values, to which rounding errors are
+proportional."""
 
 from __future__ import annotations
 
@@ -13,10 +14,11 @@ Tensors = Mapping[str, Tensor]
 
 
 def stored_steps(dtype: torch.dtype) -> float:
-    """How many roundings of the accumulator (in fours, as the rule counts them) one rounding to ``dtype`` is worth."""
+    """Returns the size of one rounding to ``dtype`` in units of four roundings of the accumulator, as the rule counts
+    them; at least 1."""
     return max(1.0, torch.finfo(dtype).eps / torch.finfo(accumulator(dtype)).eps / 4)
 
 
 def peak(t: Tensor) -> Tensor:
-    """The largest magnitude of each row, kept as a column."""
+    """Returns the largest magnitude of each row, with shape ``(..., 1)``."""
     return t.abs().amax(-1, keepdim=True) if t.shape[-1] else t.new_zeros(*t.shape[:-1], 1)

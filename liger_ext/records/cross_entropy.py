@@ -1,4 +1,5 @@
-"""Cross entropy of logits."""
+"""The record of cross entropy: the formula of the loss with all options, Hugging Face's computation as the baseline,
+the sizes of intermediate values (the scales of rounding errors), and the shapes to time."""
 
 from __future__ import annotations
 
@@ -24,12 +25,12 @@ def cross_entropy_rows(
     softcap: float | None = None,
     use_token_scaling: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Unreduced losses and z-losses of each row (0 where ignored)."""
+    """Returns the loss and the z-loss of each row, 0 for ignored rows."""
     capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     vocab = logits.shape[1]
     valid = target != ignore_index
     index = torch.where(valid, target, 0)[:, None]
-    # A row that is ignored takes no part in any gradient, whatever is in it.
+    # An ignored row has no gradient, even if it contains NaN.
     rows = torch.where(valid[:, None], capped, torch.zeros_like(capped))
     lse = torch.logsumexp(rows, 1)
     chosen = lse - rows.gather(1, index)[:, 0]
@@ -60,7 +61,7 @@ def cross_entropy(
     use_token_scaling: bool = False,
     normalizer: Tensor | float | None = None,
 ) -> dict[str, Tensor]:
-    """The named results; all targets ignored gives 0."""
+    """Returns the results by name. If all targets are ignored, they are 0."""
     ce, z = cross_entropy_rows(
         logits, target, weight, ignore_index, label_smoothing, lse_square_scale, softcap, use_token_scaling
     )
@@ -101,8 +102,8 @@ def cross_entropy(
 def torch_cross_entropy(
     logits: Tensor, target: Tensor, weight: Tensor | None = None, **options: Any
 ) -> dict[str, Tensor]:
-    """What Hugging Face does: logits to fp32, then ``F.cross_entropy`` where it knows the options, else the formula
-    in fp32."""
+    """Computes the loss as Hugging Face does: logits in fp32, then ``F.cross_entropy`` if it has the options, otherwise
+    the formula in fp32."""
     logits = logits.to(accumulator(logits.dtype))
     extra = (
         "lse_square_scale",
@@ -121,8 +122,9 @@ def torch_cross_entropy(
 
 
 def cross_entropy_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tensors) -> dict[str, Tensor | float]:
-    """A loss is lse - x[target], a difference of numbers as large as the logits; a gradient the sum of the terms of
-    p - [target] and of what smoothing and z-loss add, each with the error of an exponential of such numbers."""
+    """Returns the scales. A loss is lse - x[target], a difference of numbers as large as the logits. A gradient is a
+    sum of terms: of p - [target], of label smoothing and of the z-loss. Each term has the error of an exponential of a
+    number as large as the logits."""
     logits, target = inputs["logits"].detach(), inputs["target"]
     if not logits.numel():
         return {}
@@ -154,14 +156,14 @@ def cross_entropy_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Ten
         # A capped logit has the roundings of a quotient, a tanh and a product, each as large as itself.
         steps = 1 + size / (2 if softcap else 4)
         scales["dlogits"] = terms * steps[:, None] * grad
-        # What a change of its own logit changes of a class's gradient: no more than the gradient's size, except where
-        # label smoothing takes nearly p from p.
+        # The derivative of a class's gradient by its own logit. It is at most as large as the gradient, unless label
+        # smoothing subtracts nearly p from p.
         slope = 1 - (capped / softcap).square() if softcap else 1
         scales["dlogits by its logit"] = of_p * p * (1 - p) * slope * grad
     return scales
 
 
-# Exponential 4, logarithm 4, sum; differences and the scale that a reduction brings.
+# Exponential 4, logarithm 4, the sum, the differences, and the reduction's factor.
 LOSS_ROUNDINGS = {"loss": Roundings(12, 1), "z_loss": Roundings(16, 1), "token_accuracy": Roundings(2)}
 
 
@@ -173,7 +175,7 @@ _COSTLY = ("softcap", "label_smoothing", "return_token_accuracy", "return_predic
 
 
 def costly(options: Mapping[str, Any]) -> bool:
-    """Are there options that cost instructions for each logit?"""
+    """Whether options need additional instructions for each logit."""
     return any(options.get(name) for name in _COSTLY)
 
 

@@ -1,4 +1,6 @@
-"""The head's matmul and its cross entropy."""
+"""The record of the fused loss: cross entropy's formula and baseline, applied to the logits of a head; the scales of
+rounding errors, which include the roundings of logits that are stored in 16 bits; and the facts from which its launch
+plans follow. benchmarks/flce.py times the op."""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _loss_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the options that change how the fused loss computes, not what."""
+    """Drops the options that do not change the formula: those of memory and dtypes."""
     return {k: v for k, v in options.items() if k not in ("accum_dtype", "memory", "compute_dtype", "stored")}
 
 
@@ -56,9 +58,9 @@ torch_fused_linear_cross_entropy = _with_head(torch_cross_entropy)
 def fused_linear_cross_entropy_scales(
     inputs: Mapping[str, Any], outputs: Tensors, grads: Tensors
 ) -> dict[str, Tensor | float]:
-    """As cross entropy's. Logits and their gradient G may be stored in the matmuls' dtype: independent roundings of
-    every element, so a loss carries eps * |logits| / sqrt(rows), dx carries eps * sqrt(G^2 @ W^2), and dweight and
-    dbias likewise."""
+    """Returns the scales of cross entropy, and adds the roundings of stored logits and of their gradient G, which may
+    have the matmuls' dtype. These roundings are independent, so a mean loss has the error eps * |logits| / sqrt(rows),
+    dx has eps * sqrt(G^2 @ W^2), and dweight and dbias have the same with x and ones in place of W."""
     x, weight, bias, target = (inputs.get(name) for name in ("x", "weight", "bias", "target"))
     if not x.numel():
         return {}
@@ -73,9 +75,9 @@ def fused_linear_cross_entropy_scales(
     scales = cross_entropy_scales({**options, "logits": logits, "target": target}, outputs, grads)
     stored = stored_steps(inputs["compute_dtype"])
     rows, vocab = logits.shape
-    # A logit is off by its own rounding, and by those of the products that it sums.
+    # The error of a logit: its own rounding, and those of the products in its sum.
     off = logits.detach().abs().amax(1) * stored + (x.abs() @ weight.abs().T).amax(1)
-    # Classes whose logits may be the largest, roundings being what they are.
+    # The classes whose logits may be the largest within the roundings.
     largest = logits.detach().amax(1, keepdim=True)
     step = 2 * torch.finfo(accumulator(inputs["compute_dtype"])).eps  # four roundings, as stored_steps counts them
     scales["predicted_tokens"] = logits.detach() >= largest - 2 * step * off[:, None]
@@ -90,11 +92,11 @@ def fused_linear_cross_entropy_scales(
     scales["dweight"] = 2 * (square.T @ x.square()).sqrt() * max(1.0, rows**0.5 / stored)
     scales["dbias"] = 2 * square.sum(0).sqrt() * max(1.0, rows**0.5 / stored)
     if stored > 1:
-        # A logit's own rounding, relative to 1, is a relative error of its exponential, and so of the gradient; and
-        # squared it is the z-loss's.
+        # The absolute rounding error of a logit is the relative error of its exponential, and so of the gradient. The
+        # z-loss is the square of lse, so it multiplies the error of lse by twice its size (reach).
         reach = 1 + logits.detach().abs().amax()
         scales |= {f"{name} bound": reach * scales[name] for name in ("dx", "dweight", "dbias")}
-        # The largest logits' roundings move a whole row of the gradient at once, by way of lse: these do not cancel.
+        # The roundings of the largest logits change lse, and so a whole row of the gradient: these do not cancel.
         scales["dx bound"] = scales["dx bound"] + reach * stored * (g.abs() @ weight.abs())
         by_rows = off if options.get("reduction", "mean") == "none" else scales["loss"] / reach
         scales["z_loss bound"] = scales["z_loss"] + 2 * (options.get("lse_square_scale") or 0.0) * reach * by_rows
@@ -125,13 +127,13 @@ def _launch_options(
 
 
 def _as_tuned(size: Size, dtype: torch.dtype, profile: _C.DeviceProfile) -> tuple[Size, dict[str, int]]:
-    """One chunk, with so small a hidden size that the matmuls are not what is timed."""
+    """Returns one chunk of rows, with so small a hidden size that the matmuls take little of the measured time."""
     rows = chunk_rows(_call(size, dtype, profile), "low")
     return replace(size, rows=rows, hidden=64), {"memory": 1 << 50}
 
 
 def _moved(size: Size, width: int) -> tuple[int, int]:
-    """x and the head are read; their gradients written. The matmuls are what bounds it."""
+    """Counts reads of x and the head, and writes of their gradients. The op is bound by its matmuls."""
     operands = (size.rows + size.cols) * size.hidden * width
     return operands, operands
 
@@ -141,7 +143,7 @@ FUSED_LINEAR_CROSS_ENTROPY = Record(
     reference=fused_linear_cross_entropy,
     baseline=torch_fused_linear_cross_entropy,
     scales=fused_linear_cross_entropy_scales,
-    # The scales have the roundings of stored logits and gradients in them, where matmuls are of 16 bits.
+    # With 16-bit matmuls, the scales contain the roundings of stored logits and gradients.
     roundings={**LOSS_ROUNDINGS, **dict.fromkeys(("dx", "dweight", "dbias"), Roundings(12, 1))},
     inputs=_inputs,
     example=lambda tokens, hidden, vocab: Size(tokens, vocab, hidden=hidden),

@@ -1,4 +1,5 @@
-"""SwiGLU and GeGLU, of two tensors and of one that holds both."""
+"""The records of SwiGLU and GeGLU, each as an op of two tensors and as an op of one packed tensor, whose halves are
+gate and up: formulas, baselines, sizes of intermediate values (the scales of rounding errors), and shapes to time."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def swiglu_packed_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Ten
 geglu_packed_scales = swiglu_packed_scales
 
 
-# Sigmoid: exponential 4, sum 1, reciprocal 2; the products and the two multipliers; the derivative has it twice.
+# Sigmoid: exponential 4, sum 1, reciprocal 2; then the products and the two multipliers. The derivative has twice as
+# many.
 _SWIGLU = {"out": Roundings(12), "dgate": Roundings(24), "dup": Roundings(12), "dgate_up": Roundings(24)}
 # Four more for the inner polynomial, eight where its derivative enters too.
 _GEGLU = {"out": Roundings(16), "dgate": Roundings(32), "dup": Roundings(16), "dgate_up": Roundings(32)}
@@ -84,7 +86,7 @@ _GEGLU = {"out": Roundings(16), "dgate": Roundings(32), "dup": Roundings(16), "d
 def _record(
     name: str, scales: Callable, roundings: Mapping[str, Roundings], *timed: Timed, kernels: str = ""
 ) -> Record:
-    packed = bool(kernels)  # its own are those of two tensors
+    packed = bool(kernels)  # a packed op runs the kernels of the op of two tensors
 
     def inputs(make: Make, size: Size) -> dict[str, Any]:
         if packed:

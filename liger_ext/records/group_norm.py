@@ -1,4 +1,5 @@
-"""GroupNorm."""
+"""The record of GroupNorm: its formula, ``torch.group_norm`` as the baseline, the sizes of intermediate values (the
+scales of rounding errors), and the feature maps to time."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from liger_ext.records._sizes import Tensors, peak
 
 
 def _rows(t: Tensor, num_groups: int) -> Tensor:
-    """A group of one sample is a row."""
+    """Reshapes t so that each group of one sample is a row."""
     batch, channels, *elements = t.shape
     return t.reshape(batch, num_groups, channels // num_groups * math.prod(elements))
 
@@ -37,11 +38,12 @@ def group_norm(
 def torch_group_norm(
     x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6
 ) -> Tensor:
-    if x.numel() == 0:  # PyTorch's has no gradients of weight and bias then
+    if x.numel() == 0:  # PyTorch's group_norm then returns no gradients of weight and bias
         return group_norm(x, num_groups, weight, bias, eps)
-    if weight is None and bias is not None:  # nor that of a bias alone
+    if weight is None and bias is not None:  # PyTorch's group_norm returns no gradient of a bias without a weight
         return torch_group_norm(x, num_groups, eps=eps) + _of_channels(bias, x)
-    # F.group_norm refuses a group of one element; without a gradient of x, torch 2.13 crashes where channels are last.
+    # Not F.group_norm, which raises for a group of one element. Contiguous, since torch 2.13 crashes with channels last
+    # if x requires no gradient.
     return torch.group_norm(x.contiguous(), num_groups, weight, bias, eps)
 
 
@@ -59,13 +61,13 @@ def group_norm_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tensor
         g = _rows(dy * w, num_groups)
         dx = gradient_scale(centred * rstd, rstd, g, None, 0.0) * (1 + rstd * peak(rows))
         scales["dx"] = dx.expand_as(rows).reshape(x.shape)
-        # dweight sums dy * n, and n carries the error of x - mean.
+        # dweight sums dy * n, and n has the error of x - mean.
         scales["dweight"] = (dy.abs() * normalised).sum([d for d in range(x.dim()) if d != 1])
     return scales
 
 
 def _elements(size: Size) -> int:
-    """Of a channel: as many as there are said to be, or nearly."""
+    """Returns the elements of a channel: the largest divisor of the row's length that divides ``size.hidden``."""
     return math.gcd(size.cols, size.hidden or 4096)
 
 
@@ -87,7 +89,7 @@ def _row_length(inputs: Mapping[str, Any]) -> int:
 
 
 def _feature_maps(*shapes: tuple[int, int, int]) -> tuple[Size, ...]:
-    """(batch, channels, elements of a channel), in 32 groups."""
+    """Returns the sizes of feature maps (batch, channels, elements of a channel) in 32 groups."""
     return tuple(Size(32 * batch, channels // 32 * elements, hidden=elements) for batch, channels, elements in shapes)
 
 

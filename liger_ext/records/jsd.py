@@ -1,4 +1,5 @@
-"""The generalised Jensen-Shannon divergence."""
+"""The record of the generalised Jensen-Shannon divergence: its formula, TRL's computation as the baseline, the sizes of
+intermediate values (the scales of rounding errors), and the shapes to time."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from liger_ext.ops._checks import accumulator
 from liger_ext.records._record import Make, Record, Roundings, Size, Timed, matrices, sizes
 from liger_ext.records._sizes import Tensors
 
-# exp(FLOOR) is 0 in float64, and FLOOR has finite differences.
+# Replaces -inf: exp(_FLOOR) is 0 in float64, and differences with _FLOOR are finite.
 _FLOOR = -1e4
 
 
@@ -27,7 +28,7 @@ def _log_mixture(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
 
 
 def _kl(log_of: Tensor, log_to: Tensor) -> Tensor:
-    """``of * log(of / to)``, 0 where ``of`` is."""
+    """Returns ``of * log(of / to)``, and 0 where ``of`` is 0."""
     there = log_of != -math.inf
     log_of, log_to = torch.where(there, log_of, _FLOOR), torch.where(there, log_to, _FLOOR)
     return torch.exp(log_of) * (log_of - log_to)
@@ -46,7 +47,7 @@ def jsd(
     log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None, beta: float = 0.5, ignore_index: int = -100
 ) -> dict[str, Tensor]:
     counted = _counted(log_q, shift_labels, ignore_index)
-    # A row that is ignored takes no part in the gradient, whatever is in it.
+    # An ignored row has no gradient, even if it contains NaN.
     log_q, log_p = (torch.where(counted[..., None], t, 0) for t in (log_q, log_p))
     if beta == 0:
         columns = _kl(log_p, log_q)
@@ -61,7 +62,7 @@ def jsd(
 def torch_jsd(
     log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None, beta: float = 0.5, ignore_index: int = -100
 ) -> dict[str, Tensor]:
-    """As TRL composes it."""
+    """Computes the divergence with the functions that TRL uses."""
     if beta == 0:
         columns = F.kl_div(log_q, log_p, reduction="none", log_target=True)
     elif beta == 1:
@@ -75,9 +76,9 @@ def torch_jsd(
 
 
 def jsd_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tensors) -> dict[str, Tensor]:
-    """The terms of both sums and of the gradient, each with the error of the exponentials of such numbers, and of the
-    reference, which in float64 subtracts what may be nearly equal. Of 16-bit numbers GPUs take logarithms near 0 with
-    the error of numbers near 1."""
+    """Returns the sizes of the terms of both sums and of the gradient. Each term has the error of its exponentials, and
+    that of the float64 reference, which subtracts numbers that may be nearly equal. For 16-bit inputs, GPUs compute
+    logarithms near 0 with the absolute error of numbers near 1."""
     log_q, log_p, beta = inputs["log_q"].detach(), inputs["log_p"].detach(), inputs.get("beta", 0.5)
     counted = _counted(log_q, inputs.get("shift_labels"), inputs.get("ignore_index", -100))
     x, y = (torch.where(counted[..., None], _finite(t), 0) for t in (log_q, log_p))
@@ -91,7 +92,7 @@ def jsd_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tensors) -> d
         of_p, of_q = (p * (y - x).abs(), none) if beta == 0 else (none, q * ((x - y).abs() + 1))
         slopes = p if beta == 0 else of_q
     else:
-        # log M is the larger of x and y and a number that keeps its own precision.
+        # log M is the larger of x and y, plus a number with a rounding error of its own size.
         log_m = _log_mixture(x, y, beta)
         from_m = torch.maximum(x, y) - log_m
         of_p, of_q = (

@@ -1,4 +1,5 @@
-"""LayerNorm."""
+"""The record of LayerNorm: its formula, ``F.layer_norm`` as the baseline, the sizes of intermediate values (the scales
+of rounding errors), and the shapes to time."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def layer_norm_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tensor
     if "out" in grads:
         dy = grads["out"]
         scales["dx"] = gradient_scale(centred * rstd, rstd, dy, weight, 0.0) * (1 + rstd * peak(x))
-        # dweight sums dy * n, and n carries the error of x - mean.
+        # dweight sums dy * n, and n has the error of x - mean.
         scales["dweight"] = (dy.abs() * rstd * peak(x)).sum(tuple(range(x.dim() - 1)))
     return scales
 

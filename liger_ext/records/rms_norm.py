@@ -1,4 +1,5 @@
-"""RMSNorm, and add + RMSNorm."""
+"""The records of RMSNorm and add+RMSNorm, the norm of ``x + residual``: formulas, baselines with ``F.rms_norm``, sizes
+of intermediate values (the scales of rounding errors), and shapes to time."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from liger_ext.records._sizes import Tensors, peak
 
 
 def _rounded(t: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """t as it is when stored in ``dtype``; gradients pass through unrounded."""
+    """Returns t rounded to ``dtype``, in the dtype of t. The gradient is not rounded."""
     return t if dtype is None else t + (t.detach().to(dtype).to(t.dtype) - t.detach())
 
 
@@ -57,7 +58,7 @@ def rms_norm_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tensors)
 
 
 def _of_sum(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The norm sees the sum as it is stored."""
+    """Returns add + norm. The norm is applied to the sum after its rounding to ``stored``."""
 
     def add_norm(
         x: Tensor,

@@ -1,4 +1,5 @@
-"""Rotary position embedding."""
+"""The record of the rotary position embedding: its formula, which is also the baseline, the sizes of intermediate
+values (the scales of rounding errors), and the shapes to time."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str, half_tables: bool) -> Tensor:
     r = cos.shape[-1] * (2 if half_tables else 1)
-    interleaved = layout == "interleaved"  # the result
+    interleaved = layout == "interleaved"  # the layout of the result and of the tables
     first, second = _pairs(x[..., :r], layout != "halves")
     (cos1, cos2), (sin1, sin2) = ((t, t) if half_tables else _pairs(t, interleaved) for t in (cos, sin))
     turned = first * cos1 - second * sin1, second * cos2 + first * sin2
@@ -49,7 +50,7 @@ def rope_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tensors) -> 
 
 
 def _inputs(make: Make, size: Size) -> dict[str, Any]:
-    """q and k as a projection gives them: [batch, positions, heads, head_dim], transposed."""
+    """Creates q and k with the strides of a projection's output: [batch, positions, heads, head_dim], transposed."""
     q_heads, k_heads, rotary = size.heads
     q, k = (
         make.leaf(size.batch, size.rows, heads, size.cols).detach().transpose(1, 2).requires_grad_()
@@ -71,7 +72,7 @@ ROPE = Record(
     reference=rope,
     baseline=torch_rope,
     scales=rope_scales,
-    # Two products and their sum, of which one is as large as the scale.
+    # The roundings of a sum, which is as large as the scale, and of its two products, which are half as large.
     roundings=dict.fromkeys(("out0", "out1", "dq", "dk"), Roundings(2)),
     inputs=_inputs,
     example=lambda tokens, hidden, vocab: Size(tokens // 2, 64, (8, 2, 64), batch=2),

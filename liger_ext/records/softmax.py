@@ -1,4 +1,5 @@
-"""Softmax over rows."""
+"""The record of softmax over rows: ``torch.softmax`` as the formula and as the baseline, the size of the intermediate
+values of dx (the scale of its rounding errors), and the shapes to time."""
 
 from __future__ import annotations
 
@@ -20,11 +21,12 @@ torch_softmax = softmax
 
 
 def softmax_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tensors) -> dict[str, Tensor]:
-    """The backward reads y as it is stored: dx carries a rounding of y in each factor of y * (dy - sum(dy * y))."""
+    """Returns the scale of dx. The backward reads the stored y, so y * (dy - sum(dy * y)) has a rounding of y in both
+    factors."""
     if "out" not in grads:
         return {}
     compute, y, dy = inputs["compute_dtype"], outputs["out"], grads["out"]
-    if torch.finfo(compute).bits == 16:  # below its normal range a dtype rounds to steps of one size
+    if torch.finfo(compute).bits == 16:  # subnormal values of a dtype have a constant rounding error
         y = y.clamp(min=torch.finfo(compute).smallest_normal)
     rounding_of_y = y * (dy.abs() + (dy * y).abs().sum(-1, keepdim=True))
     return {"dx": stored_steps(compute) * rounding_of_y + peak(rounding_of_y)}
@@ -35,7 +37,7 @@ SOFTMAX = Record(
     reference=softmax,
     baseline=torch_softmax,
     scales=softmax_scales,
-    # Two exponentials (a thread's, and its change to the row's), the sum, reciprocal and products.
+    # Two exponentials (with a thread's maximum, and the correction to the row's maximum), sum, reciprocal and products.
     roundings={"out": Roundings(12, 1), "dx": Roundings(6, 1)},
     inputs=lambda make, size: {"x": make.leaf(size.rows, size.cols, scale=3)},
     example=lambda tokens, hidden, vocab: Size(tokens, vocab),

@@ -1,1 +1,2 @@
-"""What AMD's GPUs would run, looked at and executed on machines that have none."""
+"""Tests of the kernels for AMD GPUs on machines without an AMD GPU: inspection of the compiled code objects, and their
+execution in an emulator."""

@@ -1,8 +1,8 @@
-"""An AMD GPU in an emulator, as a device of torch's CPU tensors.
+"""An emulated AMD GPU, on which liger_ext runs its GPU library with torch's CPU tensors.
 
-``Device("gfx942")`` makes this process's liger_ext run its GPU library: the ops check, plan and launch as they do on a
-GPU, and each launch goes to ``device.execute``. ``tests/amd/runtime.cpp`` is the C++ half. ``Emulation`` executes the
-architecture's code object, the one that a HIP build ships, instruction by instruction.
+After ``Device("gfx942")`` liger_ext in this process runs its GPU library: the ops check, plan and launch as on a GPU,
+and each launch calls ``device.execute``. ``tests/amd/runtime.cpp`` is the C++ half. ``Emulation`` executes the code
+object that a HIP build ships for the architecture, instruction by instruction.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from amd import emulator, objects
 
 HIP_BUILD = objects.HIP_LIBRARY.parents[1]
 LIBRARY = HIP_BUILD / "emulated/libliger_ext_cpu.so"
-SHARED_BYTES = {"gfx950": 160 << 10}  # of a block and of a compute unit; others: 64 KiB
+SHARED_BYTES = {"gfx950": 160 << 10}  # shared memory of a block and of a compute unit; 64 KiB on other architectures
 MULTIPROCESSORS = 3  # a small device: persistent blocks get several rows each, a grid has a remainder
 
 
 def build() -> None:
-    """Builds the library, from the objects of ``tests/compile_gpu.sh hip``."""
+    """Builds the library from the object files of ``tests/compile_gpu.sh hip``."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     command = ["cmake", "--build", HIP_BUILD, "--target", "liger_ext_emulated"]
     done = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False)
@@ -41,7 +41,7 @@ def build() -> None:
 
 @dataclass(frozen=True)
 class Launch:
-    """``kernel``: the symbol in the code object; ``arguments``: the bytes of its struct."""
+    """A kernel launch. ``kernel``: the symbol in the code object; ``arguments``: the bytes of its struct."""
 
     kernel: str
     grid: int
@@ -51,8 +51,8 @@ class Launch:
 
 
 class Device:
-    """``kernels``: the compiler's metadata by symbol; ``names``: their short names; ``launched``: how often each ran.
-    What ``execute`` raises becomes the launch's error."""
+    """An emulated device. ``kernels``: the compiler's metadata by symbol; ``names``: short names by symbol;
+    ``launched``: the number of launches by short name. An exception from ``execute`` becomes the launch's error."""
 
     def __init__(self, arch: str, multiprocessors: int = MULTIPROCESSORS) -> None:
         if "liger_ext" in sys.modules:
@@ -61,7 +61,7 @@ class Device:
         self.kernels: dict[str, dict] = {}
         for image in self.images:
             found = objects.metadata_of(image)
-            assert not found.keys() & self.kernels.keys(), "two kernels of one name"
+            assert not found.keys() & self.kernels.keys(), "two kernels have the same name"
             self.kernels |= found
         self.names = dict(zip(self.kernels, objects.short_names(list(self.kernels)), strict=True))
         self.launched: Counter[str] = Counter()
@@ -97,7 +97,8 @@ class Device:
         return 0 if found is None else ctypes.addressof(found)
 
     def place(self, tensor: Tensor) -> Tensor:
-        """A copy in the device's memory, with the same strides and alignment, before a page that nobody may touch."""
+        """Returns a copy in the device's memory, with the same strides and alignment, followed by an inaccessible
+        page."""
         storage = tensor.untyped_storage()
         address = self._library.emulated_allocate(storage.nbytes())
         memory = (ctypes.c_char * storage.nbytes()).from_address(address)
@@ -111,7 +112,8 @@ class Device:
 
 
 class Emulation:
-    """A device's ``execute``. ``order``: "forward" or "reverse", which wave of a block goes first."""
+    """Executes launches in the emulator, as a device's ``execute``. ``order``: the order of a block's waves, "forward"
+    or "reverse"."""
 
     def __init__(self, device: Device) -> None:
         self.order = "forward"

@@ -1,4 +1,4 @@
-"""Finds the emulator of AMD's instructions, which is not part of this project, and mends what it gets wrong."""
+"""Finds the emulator of AMD's instructions, which is not part of this project, and corrects its errors."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ HOW_TO_GET_IT = f"""There is no emulator of AMD's instructions here. Set {VARIAB
 
 
 class EmulatorMissing(RuntimeError):
-    """There is no emulator on this machine; the text says how to get it."""
+    """Raised if this machine has no emulator; the text explains how to install one."""
 
 
 @functools.cache
 def load() -> ModuleType:
-    """The module amd_run. Compiled instructions are cached in a folder of its own."""
+    """Imports the module amd_run. It caches compiled instructions in a separate folder for each version of this
+    file."""
     folder = Path(os.environ.get(VARIABLE) or os.devnull)
     checkout = Path(os.environ.setdefault("TINYGRAD", str(folder / "tinygrad")))
     if not (folder / "amd_run.py").exists() or not (checkout / "test/mockgpu/amd/emu.py").exists():
@@ -42,13 +43,14 @@ def load() -> ModuleType:
 
 
 def _cache(folder: str) -> str:
-    """What was compiled before this file changed is not used again. A child process is given its parent's folder."""
+    """Returns the cache folder of this version of the file, so that corrections take effect. A child process inherits
+    its parent's folder."""
     version = hashlib.sha1(Path(__file__).read_bytes()).hexdigest()[:16]
     return folder if Path(folder).name == version else str(Path(folder) / version)
 
 
 def _changed(emu: ModuleType, function: Callable, changes: dict[str, str]) -> Callable:
-    """The same function of the emulator with some of its text replaced."""
+    """Returns a function of the emulator with parts of its source replaced."""
     source, scope = textwrap.dedent(inspect.getsource(function)), {}
     for old, new in changes.items():
         if old not in source:
@@ -65,8 +67,9 @@ def _mend(emu: ModuleType) -> None:
 
 
 def _mend_upper_halves(emu: ModuleType) -> None:
-    """On RDNA the 16-bit operands v128 to v255 are the upper halves of v0 to v127, and the emulator takes them for that
-    on CDNA too, where they are registers like the others: kernels with more than 128 registers got wrong results."""
+    """Corrects 16-bit operands. On RDNA v128 to v255 mean the upper halves of v0 to v127. The emulator treats them
+    alike on CDNA, where they are ordinary registers, so that kernels with more than 128 registers computed wrong
+    results."""
     emu._first_upper_half = lambda inst, first: 1 << 20 if type(inst).__module__.split(".")[-2] == "cdna" else first
     firsts = {"_load_vsrc0": (384,), "_compile_vop12": (128,), "_compile_vopc": (128, 384)}
     for name, numbers in firsts.items():
@@ -79,8 +82,8 @@ def _mend_upper_halves(emu: ModuleType) -> None:
 
 
 def _all_lanes(ctx, register):
-    """A copy of a register of every lane. An instruction that reads other lanes' registers reads all of them before it
-    writes one, whereas the emulator goes from lane to lane."""
+    """Copies a register of every lane. An instruction that reads other lanes' registers reads all of them before it
+    writes one; the emulator processes one lane after another."""
     emu = inspect.getmodule(type(ctx))
     lane = ctx.range()
     copy = emu.UOp.placeholder((ctx.wave_size,), emu.dtypes.uint32, slot=0, addrspace=emu.AddrSpace.LOCAL)
@@ -88,9 +91,9 @@ def _all_lanes(ctx, register):
 
 
 def _mend_lanes(emu: ModuleType) -> None:
-    """Data parallel primitives (DPP16) whose source is their destination got the values of lanes that had been written
-    already, and those of lanes that are switched off, which count as lanes out of bounds unless `fi` is set.
-    v_permlanex16 and its like took constants behind the instruction for a register's contents."""
+    """Corrects instructions that read other lanes. Data parallel primitives (DPP16) with equal source and destination
+    read lanes that were already written. They also read inactive lanes, which count as out of bounds unless `fi` is
+    set. v_permlanex16 and similar instructions read a literal constant as a register."""
     emu._all_lanes = _all_lanes
     read = "ctx.rvgpr_dyn(ctx.inst_field(type(inst).vsrc0), safe_src_lane)"
     switched_on = "(_c(_iattr(inst, 'fi')).ne(_c(0)) | _lane_active(ctx.rexec(), safe_src_lane))"
@@ -105,7 +108,8 @@ def _mend_lanes(emu: ModuleType) -> None:
 
 
 def _add_swizzle(emu: ModuleType) -> None:
-    """ds_swizzle, as far as masks go: lane i of 32 reads lane ((i & and) | or) ^ xor, or 0 if that is switched off."""
+    """Adds ds_swizzle in its mode with masks: lane i of 32 reads lane ((i & and) | or) ^ xor, or 0 if that is
+    inactive."""
 
     def swizzle(inst, ctx):
         offset, lane, number = (
@@ -130,6 +134,6 @@ def _add_swizzle(emu: ModuleType) -> None:
 
 
 def readable(image: bytes) -> bytes:
-    """A code object without an instruction that the emulator cannot read, gfx90a's buffer_wbinvl1_vol, which empties a
-    cache. There are no caches: it becomes two s_nop."""
+    """Replaces an instruction that the emulator cannot decode, gfx90a's buffer_wbinvl1_vol, with two s_nop. It
+    invalidates a cache, and the emulator has none."""
     return image.replace(bytes.fromhex("0000fce000000000"), bytes.fromhex("000080bf") * 2)

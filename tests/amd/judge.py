@@ -1,4 +1,5 @@
-"""Runs cases on an emulated device and keeps what they measured."""
+"""Runs kernel cases on an emulated device and collects their errors against float64 for the report of
+tests/amd/run.py."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ NO_CASES = {"what": "", "share": 0.0, "results": 0, "cases": 0, "wrong": 0}
 
 
 class Report:
-    """``wrong``: a sentence for each case that failed. For each op and dtype, and for each kernel: the cases, how many
-    of them were wrong, and the result that came closest to its bound (``bounds.py``)."""
+    """The results of a run. ``wrong`` has a sentence for each failed case. For each op and dtype, and for each kernel,
+    it counts the cases and the wrong ones, and stores the result that came closest to its bound (``bounds.py``)."""
 
     def __init__(self, device: Device) -> None:
         self.device, self.wrong, self.cases = device, [], 0
@@ -38,7 +39,8 @@ class Report:
             self.wrong.append(f"{case}, waves {self.emulation.order}: {problem}")
         lines = [self._line(case, case.dtype)]
         for result in measured:
-            # 16-bit gradients of parameters beside fp32 rows would hide how exact fp32 is.
+            # 16-bit gradients of parameters count for their own dtype: in the line of fp32 they would hide its
+            # exactness.
             narrow = result.dtype.itemsize < case.dtype.itemsize
             numerics.keep_closest(self._line(case, result.dtype) if narrow else lines[0], [result])
         for name in {kernel.partition("<")[0] for kernel in launched}:
@@ -55,12 +57,13 @@ class Report:
         return line
 
     def records(self) -> list[dict]:
-        """One for each op and dtype, as ``liger_ext.numerics`` has them, and one for each kernel."""
+        """Returns one record for each op and dtype, in the format of ``liger_ext.numerics``, and one for each
+        kernel."""
         return [*self._ops.values(), *(self._kernels[name] for name in sorted(self._kernels))]
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """NaNs included."""
+    """Returns whether shape, dtype and bits are equal, NaNs included."""
     return (
         a.shape == b.shape
         and a.dtype == b.dtype
@@ -69,7 +72,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def placed_inputs(device: Device, case: Case, inputs: dict[str, Any]) -> dict[str, Any]:
-    """A case's inputs on the device, with gradients wanted."""
+    """Copies a case's inputs to the device; they require gradients as in ``with_gradients``."""
     return with_gradients(case, {name: device.place(v) if isinstance(v, Tensor) else v for name, v in inputs.items()})
 
 
@@ -84,7 +87,7 @@ def run_case(device: Device, case: Case) -> list[Measurement]:
 
 
 def run_cases(device: Device, report: Report, order: str, only: str, quick: bool) -> None:
-    """``order`` "alternating": every other case has the last wave first."""
+    """Runs and judges the cases. ``order`` "alternating": every other case runs the last wave first."""
     for number, case in enumerate(cases(only, quick)):
         report.emulation.order = order if order != "alternating" else ("forward", "reverse")[number % 2]
         before = device.launched.copy()
@@ -97,7 +100,7 @@ def run_cases(device: Device, report: Report, order: str, only: str, quick: bool
 
 
 def run_checks(device: Device, report: Report) -> None:
-    """What the rule does not measure."""
+    """Runs the checks that do not compare a record's op with its reference."""
     checks = (
         check_stream_copy,
         check_bad_targets,
@@ -113,14 +116,14 @@ def run_checks(device: Device, report: Report) -> None:
 
 
 def check_stream_copy(device: Device) -> None:
-    """The copy that benchmarks compare with."""
+    """Checks the copy kernel with which benchmarks compare."""
     x = device.place(torch.randn(2100))
     for per_thread in (1, 2, 4, 8):
         assert same_bits(torch.ops.liger_ext.stream_copy(x, per_thread), x), f"{per_thread} vectors a thread"
 
 
 def check_bad_targets(device: Device) -> None:
-    """The row's loss is NaN, and the next call raises the error."""
+    """Checks that the loss of a row with a bad target is NaN, and that the next call raises the error."""
     for dtype in DTYPES:
         logits, target = device.place(torch.randn(4, 33).to(dtype)), device.place(torch.tensor([1, 2, 99, -100]))
         loss = functional.cross_entropy(logits, target, reduction="none")
@@ -133,7 +136,7 @@ def check_bad_targets(device: Device) -> None:
 
 
 def check_saved_without_gaps(device: Device) -> None:
-    """What autograd saves may come back without the gaps between its rows: the gradient of the logits, unaligned."""
+    """Checks a saved gradient of the logits that comes back contiguous: its rows then have unaligned addresses."""
     for dtype in DTYPES:
         (case,) = (c for c in cases("one odd chunk") if c.dtype == dtype)
         with torch.autograd.graph.saved_tensors_hooks(lambda t: device.place(t.contiguous()), lambda t: t):
@@ -148,7 +151,7 @@ def check_h_of_the_glu_backward(device: Device) -> None:
 
 
 def check_log_probs(device: Device) -> None:
-    """Log-probabilities and entropies of tokens, which are no loss of a record."""
+    """Checks log-probabilities and entropies of tokens, which have no record."""
     for dtype, memory, softcap in itertools.product(DTYPES, ("auto", SMALLEST), (None, 3.0)):
         made = test_linear_log_probs.arguments(3, 8, 1048, dtype)
         made = {name: device.place(t.detach()).requires_grad_(t.requires_grad) for name, t in made.items()}

@@ -1,6 +1,6 @@
-"""Executes small kernels in which the lanes of a wave read each other's registers (lanes.hip), and compares the results
-with numpy's: is the emulator right about these instructions, and the platform's shfl_xor about every mask? Needs a HIP
-build, for its folder of device libraries, and an emulator: python tests/amd/lanes.py gfx90a"""
+"""Checks the emulator's cross-lane instructions, and the platform's shfl_xor with every mask. It executes small kernels
+in which the lanes of a wave read each other's registers (lanes.hip), and compares the results with numpy's. Requires a
+HIP build, for its folder of device libraries, and an emulator: python tests/amd/lanes.py gfx90a"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from amd import emulator, objects  # noqa: E402
 
 THREADS = 64  # two waves of 32, or one of 64
 LANE = np.arange(THREADS)
-OVER_16 = (1, 2, 7, 15)  # the neighbours, two lanes away, and mirrors of eight and of sixteen lanes
+OVER_16 = (1, 2, 7, 15)  # masks: the neighbour, two lanes away, and mirror images of eight and of sixteen lanes
 
 
 def from_lane(lanes: np.ndarray) -> Callable:
@@ -31,7 +31,7 @@ def half_and(v: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def reduced(v: np.ndarray, combine: Callable, masks: Iterable[int]) -> np.ndarray:
-    """Each lane combined with the one that each mask names, rounded once each time."""
+    """Combines each lane with lane ^ mask for one mask after another, with one rounding each."""
     for mask in masks:
         v = combine(v.astype(np.float64), v[LANE ^ mask]).astype(np.float32)
     return v
@@ -47,7 +47,7 @@ def reductions(masks: list[int]) -> Callable:
 
 
 def exchanges(masks: list[int]) -> Callable:
-    """Each mask four times: floats, integers, doubles, and floats with a mask that the compiler does not know."""
+    """Returns the exchange with each mask four times: floats, integers, doubles, and floats with a run-time mask."""
     return lambda v: np.concatenate([v[LANE ^ mask] for mask in masks for _ in range(4)])
 
 
@@ -76,7 +76,7 @@ def compiled(arch: str, folder: Path) -> Path:
         "-std=c++20",
     ]
     command += ["--no-gpu-bundle-output", "-DLIGER_BACKEND=gpu", f"-I{ROOT / 'csrc'}"]
-    if libraries.exists():  # a distribution's; ROCm's compiler finds its own
+    if libraries.exists():  # device libraries of a distribution's compiler; ROCm's compiler finds its own
         command += ["--rocm-path=/usr", f"--rocm-device-lib-path={libraries}"]
     subprocess.run([*command, ROOT / "tests/amd/lanes.hip", "-o", output], check=True)
     return output

@@ -1,5 +1,6 @@
-"""Launches every kernel of a HIP build without executing it, on a device of the size of a real one, and checks each
-launch against what its code object was compiled for. Needs no emulator: python tests/amd/launches.py gfx942"""
+"""Checks the launch configuration of every kernel of a HIP build against the limits in its code object, on a device
+with the compute units of a real one. Nothing is executed, so it needs no emulator: python tests/amd/launches.py
+gfx942"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ COMPUTE_UNITS = {"gfx90a": 110, "gfx942": 304, "gfx950": 256, "gfx1100": 84, "gf
 
 
 def problem(device: Device, launch: Launch) -> str | None:
-    """What a GPU would refuse."""
+    """Returns why a GPU would reject the launch, or None."""
     compiled = device.kernels[launch.kernel]
     if not 0 < launch.block <= compiled[".max_flat_workgroup_size"]:
         return f"{launch.block} threads, compiled for {compiled['.max_flat_workgroup_size']}"
@@ -54,13 +55,13 @@ def main() -> int:
 
     x = device.place(torch.zeros(1, 5))
 
-    def stray(launch: Launch) -> None:  # as a kernel that writes behind a tensor
+    def stray(launch: Launch) -> None:  # like a kernel that writes past the end of a tensor
         ctypes.memset(x.data_ptr() + 20, 0, 1)
 
     device.execute = stray
     try:
         functional.softmax(x)
-        found.add("a store outside of a tensor was not noticed")
+        found.add("a store outside of a tensor was not detected")
     except RuntimeError as error:
         if "outside" not in str(error):
             raise

@@ -1,7 +1,7 @@
-"""The AMD code objects inside a HIP build: their kernels' metadata and instructions.
+"""Reads the AMD code objects of a HIP build: metadata and instructions of their kernels.
 
-A HIP object file, and a library linked from several, holds one bundle for each source in its section .hip_fatbin; a
-bundle holds one ELF file for each architecture. llvm-objdump disassembles; nothing else of ROCm is needed.
+A HIP object file, or a library linked from several, has in its section .hip_fatbin one bundle for each source file. A
+bundle contains one ELF file for each architecture. llvm-objdump disassembles them; no part of ROCm is needed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import msgpack
 from elftools.elf.elffile import ELFFile
 
 BUILD = Path(__file__).parents[2] / "build"
-HIP_LIBRARY = BUILD / "compile-hip/lib/libliger_ext_hip.so"  # tests/compile_gpu.sh hip
-SEPARATE = {"gfx950": BUILD / "compile-gfx950"}  # by tests/compile_gfx950.sh: code objects of another compiler
+HIP_LIBRARY = BUILD / "compile-hip/lib/libliger_ext_hip.so"  # built by tests/compile_gpu.sh hip
+SEPARATE = {"gfx950": BUILD / "compile-gfx950"}  # code objects of another compiler, built by tests/compile_gfx950.sh
 
 
 def _architectures() -> tuple[str, ...]:
@@ -40,7 +40,8 @@ MACHINE_AT, GFX942, GFX950 = 48, 0x4C, 0x4F  # the low byte of an ELF file's e_f
 
 @dataclass
 class Kernel:
-    """``name`` is demangled and short, ``NormForwardReread<bf16, 8, true, false>``; ``metadata`` the compiler's."""
+    """A kernel in a code object. ``name`` is demangled and short, ``NormForwardReread<bf16, 8, true, false>``;
+    ``metadata`` comes from the compiler."""
 
     symbol: str
     name: str
@@ -49,12 +50,12 @@ class Kernel:
     arch: str = ""
 
     def count(self, pattern: str) -> int:
-        """Instructions that match a regular expression from their beginning."""
+        """Returns the number of instructions whose beginning matches a regular expression."""
         return sum(re.match(pattern, line) is not None for line in self.instructions)
 
 
 def bundled_images(bundle: bytes) -> dict[str, bytes]:
-    """The ELF files of one bundle by architecture."""
+    """Returns the ELF files of one bundle by architecture."""
     images, at = {}, len(BUNDLE_MAGIC) + 8
     (count,) = struct.unpack_from("<Q", bundle, len(BUNDLE_MAGIC))
     for _ in range(count):
@@ -67,7 +68,7 @@ def bundled_images(bundle: bytes) -> dict[str, bytes]:
 
 
 def images_of(library: os.PathLike | str) -> list[dict[str, bytes]]:
-    """The ELF files of each source of a HIP library, by architecture."""
+    """Returns the ELF files of each source of a HIP library, by architecture."""
     with open(library, "rb") as file:
         section = ELFFile(file).get_section_by_name(".hip_fatbin")
         data = section.data() if section else b""
@@ -76,7 +77,7 @@ def images_of(library: os.PathLike | str) -> list[dict[str, bytes]]:
 
 
 def metadata_of(image: bytes) -> dict[str, dict]:
-    """The metadata of a code object's kernels, by symbol; empty where it has none."""
+    """Returns the metadata of a code object's kernels by symbol; empty for a code object without kernels."""
     for segment in ELFFile(io.BytesIO(image)).iter_segments("PT_NOTE"):
         for note in segment.iter_notes():
             if note["n_name"] == "AMDGPU" and note["n_type"] == METADATA_NOTE:
@@ -86,7 +87,7 @@ def metadata_of(image: bytes) -> dict[str, dict]:
 
 
 def variables_of(image: bytes) -> dict[str, bytes]:
-    """The initial values of a code object's variables that the host can ask for, by symbol."""
+    """Returns the initial values of the variables that the host can look up in a code object, by symbol."""
     elf, found = ELFFile(io.BytesIO(image)), {}
     for symbol in elf.get_section_by_name(".dynsym").iter_symbols():
         if symbol["st_info"]["type"] == "STT_OBJECT" and not symbol.name.endswith(".kd"):
@@ -97,24 +98,24 @@ def variables_of(image: bytes) -> dict[str, bytes]:
 
 
 def tool(name: str) -> str | None:
-    """An LLVM program, of the version that the HIP build uses if there are several."""
+    """Returns the path of an LLVM program, of the HIP build's version if it is installed, or None."""
     return shutil.which(f"{name}-19") or shutil.which(name)
 
 
 def short_names(symbols: list[str]) -> list[str]:
-    """entry<liger::gpu::(anonymous namespace)::K<liger::gpu::bf16, 8>>(...) is called K<bf16, 8>."""
+    """Demangles symbols: entry<liger::gpu::(anonymous namespace)::K<liger::gpu::bf16, 8>>(...) becomes K<bf16, 8>."""
     done = subprocess.run([tool("llvm-cxxfilt"), *symbols], capture_output=True, text=True, check=True)
     clean = [re.sub(r"liger::(gpu::)?|\(anonymous namespace\)::", "", line) for line in done.stdout.splitlines()]
     return [re.sub(r"^void entry<(.*?)>\(.*$", r"\1", line) for line in clean]
 
 
-# Arithmetic that gfx950 has and gfx942 has not, by the upper half of its first word, and something that takes the same
-# operands. v_cvt_pk_f16_f32, v_cvt_pk_bf16_f32: v_add_f32; v_bitop3_b32: v_fma_f32.
+# {upper half of the first word of an instruction that only gfx950 has: that of a gfx942 instruction with the same
+# operands}. v_cvt_pk_f16_f32, v_cvt_pk_bf16_f32: v_add_f32; v_bitop3_b32: v_fma_f32.
 NEW_IN_GFX950 = {0xD267: 0xD101, 0xD268: 0xD101, 0xD234: 0xD1CB}
 
 
 def as_gfx942(image: bytes) -> bytes:
-    """gfx950's code as a disassembler can read it that does not know gfx950, LLVM 19's."""
+    """Translates gfx950's code for a disassembler without support for gfx950 (LLVM 19)."""
     image = image[:MACHINE_AT] + bytes([GFX942]) + image[MACHINE_AT + 1 :]
     text = ELFFile(io.BytesIO(image)).get_section_by_name(".text")
     if text is None:
@@ -126,7 +127,8 @@ def as_gfx942(image: bytes) -> bytes:
 
 
 def disassembled(image: bytes) -> dict[str, list[str]]:
-    """The instructions of every function of a code object, by symbol, without their operands' addresses."""
+    """Returns the instructions of every function of a code object by symbol, without the comments that objdump
+    appends."""
     if image[MACHINE_AT] == GFX950:
         image = as_gfx942(image)
     with tempfile.NamedTemporaryFile(suffix=".elf") as file:
@@ -154,7 +156,8 @@ def kernels_of_image(image: bytes) -> list[Kernel]:
 
 
 def images(arch: str) -> list[bytes]:
-    """An architecture's code objects, one for each source; FileNotFoundError names the script that compiles them."""
+    """Returns an architecture's code objects, one for each source file. FileNotFoundError names the script that
+    compiles them."""
     if arch in SEPARATE:
         found = [path.read_bytes() for path in sorted(SEPARATE[arch].glob("*.co")) if arch in BUILT]
         script = f"tests/compile_{arch}.sh"

@@ -1,13 +1,13 @@
-"""Executes the AMD code objects of every kernel in an emulator, forward and backward, and judges the results by
-liger_ext's rule and bound.
+"""Executes the AMD code objects of every kernel in an emulator, forward and backward, and compares the results with
+float64 under liger_ext's rule and bound.
 
     python tests/amd/run.py                        a few cases of every op on every architecture: minutes
-    python tests/amd/run.py gfx942 gfx1100 --all   every case, in two orders of the waves; every kernel has to run
+    python tests/amd/run.py gfx942 gfx1100 --all   every case, a block's waves in two orders; every kernel must run
     python tests/amd/run.py gfx942 --only "rope.*16$"   cases of one op in 16 bits
     python tests/amd/run.py --all --json amd.jsonl also writes lines for `python -m liger_ext.numerics join`
 
-Needs the HIP build of ``tests/compile_gpu.sh hip``, and an emulator. Exit status: 0 all right, 1 something is wrong,
-2 no HIP build, 3 no emulator: the text says how to get it.
+Requires the HIP build of ``tests/compile_gpu.sh hip`` and an emulator. Exit status: 0 all results are right, 1 some are
+wrong, 2 no HIP build, 3 no emulator (the message explains how to install one).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("architectures", nargs="*", default=objects.BUILT)
     parser.add_argument("--all", action="store_true", help="every case, in both orders of the waves")
-    parser.add_argument("--only", default="", help="cases with this expression in their text, as in a report")
-    parser.add_argument("--json", type=Path, help="where results go, one JSON object a line for each op and dtype")
-    parser.add_argument("--records", type=Path, help=argparse.SUPPRESS)  # of one architecture, for the process of all
+    parser.add_argument("--only", default="", help="only cases whose text matches this regular expression")
+    parser.add_argument("--json", type=Path, help="output file: a JSON object per line for each op and dtype")
+    parser.add_argument("--records", type=Path, help=argparse.SUPPRESS)  # of a child process
     return parser.parse_args()
 
 
 def run_all(args: argparse.Namespace) -> int:
-    """One process for each architecture, since a process has one device."""
+    """Runs one child process for each architecture, because a process has one device."""
     records, status = [], 0
     with tempfile.TemporaryDirectory() as folder:
         for arch in args.architectures:
@@ -58,7 +58,7 @@ def write(path: Path, records: list[dict]) -> None:
 
 
 def publish(args: argparse.Namespace, records: list[dict]) -> None:
-    """Tables of ops and of kernels, and the file of ops."""
+    """Prints the tables of ops and of kernels, and writes the JSON file of ops."""
     for key in ("op", "kernel"):
         if found := [record for record in records if key in record]:
             print_table(key, found)
@@ -67,7 +67,7 @@ def publish(args: argparse.Namespace, records: list[dict]) -> None:
 
 
 def print_table(key: str, records: list[dict]) -> None:
-    """Ops or kernels by architecture: cases, those that were wrong, and the largest error / bound."""
+    """Prints, for ops or kernels by architecture, the cases, the wrong ones, and the largest error / bound."""
     from rich.console import Console
     from rich.table import Table
 
@@ -97,7 +97,7 @@ def run_one(args: argparse.Namespace) -> int:
         if not args.only:
             run_checks(opened, report)
     if report.cases == 0:
-        report.wrong.append(f"no case has {args.only!r} in its text")
+        report.wrong.append(f"no case's text matches {args.only!r}")
     if args.all and not args.only:
         never = set(opened.names.values()) - set(opened.launched)
         report.wrong += [f"{name} never ran" for name in sorted(never)]

@@ -1,4 +1,4 @@
-"""Starts workers, again behind the call that one of them died in, and groups what they find."""
+"""Starts worker processes, restarts one after the call in which it died, and groups the findings."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from typing import Any
 from fuzz.verdict import normal_form
 from fuzz.worker import SETTINGS
 
-PATIENCE = 60  # seconds that one call may take
+PATIENCE = 60  # time limit of a call in seconds
 
 
 @dataclass
 class Group:
-    """Findings of one kind, of one op, with one text."""
+    """Findings of one kind and one op with the same text."""
 
     kind: str
     op: str
@@ -41,7 +41,7 @@ class Report:
     groups: dict[tuple[str, str, str], Group] = field(default_factory=dict)
 
     def add(self, found: dict[str, Any]) -> bool:
-        """Is it the first of its group?"""
+        """Adds a finding; returns whether it is the first of its group."""
         key = found["kind"], found["op"], normal_form(found["text"])
         first = key not in self.groups
         self.groups.setdefault(key, Group(*key, first=found)).count += 1
@@ -96,7 +96,7 @@ class Worker:
         return (min(self.number(), self.args.calls) - self.first + self.step - 1) // self.step
 
     def death(self, hung: bool) -> dict[str, Any]:
-        """The finding that a worker's end is."""
+        """Returns the finding for a worker that crashed or hung."""
         code = self.process.wait()
         self.errors.seek(0)
         tail = self.errors.read().decode(errors="replace").strip().splitlines()
@@ -115,7 +115,7 @@ class Worker:
 
 
 def op_of(args: Any, number: int) -> str:
-    """As the worker draws it: first."""
+    """Returns the op of a call, which is the worker's first draw."""
     return Random(f"{args.seed}/{number}").choice(args.ops)
 
 
@@ -158,7 +158,7 @@ def drive(args: Any, show: Callable[[str], None]) -> Report:
 
 
 def again(worker: Worker, note: Callable[[dict[str, Any]], None], waiting: selectors.BaseSelector, hung: bool) -> None:
-    """Behind the end of a worker: another one, and a finding if it was no ordinary end."""
+    """Restarts a worker that has ended, and notes a finding if it crashed or hung."""
     worker.process.wait()
     behind = worker.number()
     if worker.process.returncode != 0 or hung:

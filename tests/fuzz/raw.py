@@ -1,4 +1,4 @@
-"""Ops called directly, forward and backward, with arguments that no public function would give them."""
+"""Calls forward and backward ops directly, with arguments that no public function would pass."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Unacceptable(Exception):
 
 
 def spoiled(value: Any, case: Case) -> Any:
-    """Another value for an argument of an op, mostly one of its type."""
+    """Returns another value for an argument of an op, mostly of the same type."""
     rng = case.rng
     if rng.randrange(12) == 0:
         return None
@@ -72,7 +72,7 @@ def recorded(case: Case) -> list[tuple[Any, tuple[Any, ...]]]:
 
 
 def call_directly(case: Case) -> None:
-    """One of the ops that a call makes, with one or two arguments spoiled."""
+    """Calls one of the ops that a public call runs, with one or two arguments spoiled."""
     calls = recorded(case)
     if not calls:
         return

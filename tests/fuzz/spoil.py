@@ -1,4 +1,4 @@
-"""What is done to the arguments of a sensible call. Each function changes a Case, and says what may come of it."""
+"""Functions that spoil the arguments of a valid call. Each changes a Case and records which outcomes are acceptable."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ NEVER, MAY, MUST = 0, 1, 2
 
 @dataclass
 class Case:
-    """A call and what is known about it."""
+    """A call and the expectations of its outcome."""
 
     call: Call
     rng: Random
-    faults: dict[str, int] = field(default_factory=dict)  # by argument: may, or must, an exception come?
-    ordinary: bool = True  # values of ordinary size: results are finite
-    judged: bool = True  # the references know what the result should be
+    faults: dict[str, int] = field(default_factory=dict)  # by argument: NEVER, MAY or MUST raise
+    ordinary: bool = True  # the values have ordinary sizes, so the results must be finite
+    judged: bool = True  # the results are compared with a reference
     notes: list[str] = field(default_factory=list)
 
     def set(self, name: str, value: Any, raises: int, note: str) -> None:
@@ -54,14 +54,14 @@ class Case:
         return max(self.faults.values(), default=NEVER)
 
     def pick(self, floating: bool = False) -> tuple[str, Tensor] | None:
-        """A tensor that can be copied, and that nothing was done to yet."""
+        """Picks a tensor that is not yet spoiled and small enough to copy."""
         tensors = [(n, t) for n, t in self.call.tensors().items() if t.numel() < 1 << 20 and n not in self.faults]
         found = [(n, t) for n, t in tensors if t.is_floating_point() or not floating]
         return self.rng.choice(found) if found else None
 
 
 def values(case: Case) -> None:
-    """Extreme values: in one element, in some, in all."""
+    """Sets one element, some or all elements to an extreme value."""
     name, t = case.pick(floating=True) or ("", None)
     if t is None or not t.numel() or t.device.type == "meta":
         return
@@ -77,7 +77,7 @@ def values(case: Case) -> None:
         flat[:: 3 if how == "every third" else 1] = value
     case.set(name, t, NEVER, f"{value} in {how}")
     case.ordinary = False
-    # Class weights of either sign cancel, and sums in 16 bits overflow where PyTorch's do not.
+    # Class weights of both signs cancel, and sums in 16 bits overflow where PyTorch's do not.
     case.judged = case.judged and name not in case.call.constants and case.call.arguments.get("accum_dtype") is None
 
 
@@ -111,7 +111,7 @@ def dtype(case: Case) -> None:
     wrong = case.rng.choice(WRONG_DTYPES if t.is_floating_point() else [*WRONG_DTYPES, torch.float32, torch.bfloat16])
     if wrong == t.dtype:
         return
-    # Class weights, the normalizer and targets of uint8 are converted.
+    # The ops convert class weights, the normalizer and targets of uint8.
     converted = name in case.call.constants and "target" in case.call.arguments
     converted = converted or (name == "target" and wrong == torch.uint8)
     case.set(name, t.to(wrong), MAY if converted else MUST, str(wrong))
@@ -140,13 +140,13 @@ def shape(case: Case) -> None:
 
 
 def huge(case: Case) -> None:
-    """Sizes whose product passes 2^31, memory, or 2^63; no memory is behind them."""
+    """Expands tensors to sizes whose product exceeds 2^31, the memory, or 2^63, without allocating memory."""
     size = case.rng.choice([2**16, 2**20, 2**31 - 1, 2**31, 2**31 + 1, 2**33, 2**40, 2**62])
     names = list(case.call.tensors())
     if case.rng.randrange(2) and names:
         names = [case.rng.choice(names)]
     elif RECORDS[case.call.op].llama.hidden:
-        size = max(size, 2**31)  # else rows times classes fit memory, and take minutes
+        size = max(size, 2**31)  # else rows times classes fit into memory, and the call takes minutes
     first = case.rng.randrange(2) == 0
     for name in names:
         t = case.call.arguments[name]
@@ -160,7 +160,7 @@ def huge(case: Case) -> None:
                 MAY,
                 f"{size} long",
             )
-        except RuntimeError:  # torch's own: the number of elements does not fit 64 bits
+        except RuntimeError:  # raised by torch: the number of elements exceeds 64 bits
             continue
     case.ordinary = case.judged = False
 
@@ -228,15 +228,15 @@ def wrong_type(case: Case) -> None:
 
 
 def meta(case: Case) -> None:
-    """All tensors without data, or one."""
+    """Moves all tensors, or one, to the meta device."""
     names = [name for name, t in case.call.tensors().items() if t.numel() < 1 << 20]
     one = case.rng.randrange(2) and len(names) > 1
     for name in [case.rng.choice(names)] if one else names:
         case.set(name, case.call.arguments[name].to("meta"), MAY if one else NEVER, "meta")
-    if case.faults.get("target") == MUST:  # nobody can see a target without data
+    if case.faults.get("target") == MUST:  # the value of a target without data cannot be checked
         case.faults["target"] = MAY
     case.ordinary = case.judged = False
 
 
-# Some more often than others.
+# A function that occurs more than once is drawn more often.
 SPOILS = [*[values] * 3, *[zero_class_weights] * 2, dtype, shape, huge, target, *[option] * 2, wrong_type, meta]

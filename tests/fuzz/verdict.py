@@ -1,17 +1,17 @@
-"""What a call may come to. Anything else is a finding.
+"""Decides whether the exception or the results of a call are acceptable. Anything else is a finding.
 
-An exception is acceptable if the call's arguments may be at fault, and it is
+An exception is acceptable if the call's arguments may be the cause, and it is
 
-* MemoryError, torch.OutOfMemoryError, or a RuntimeError that says "out of memory" or that a size overflows;
+* MemoryError, torch.OutOfMemoryError, or a RuntimeError with the text "out of memory" or about an overflow of a size;
 * ValueError, TypeError or IndexError with the name of an argument in it;
-* RuntimeError or NotImplementedError of torch's dispatcher or autograd (``TORCH``), or that names liger_ext.
+* RuntimeError or NotImplementedError of torch's dispatcher or autograd (``TORCH``), or with the name liger_ext in it.
 
-A result is right if its shapes and dtypes are those that the documentation promises; if it is finite where the values
-were of ordinary size; and, of the calls that are judged, if each element is within the bound of bounds.py of the
-float64 reference, or no further from it than twice what PyTorch's own composition is anywhere in that row (with numbers
-at the end of a dtype's range both may overflow on the way). Nothing is asked where PyTorch is not finite, or the result
-may be, by its bound, within a factor of 2 of the largest number, or so before a row's own gradient multiplies it; nor
-of norms of numbers whose squares or products overflow.
+A result is right if it has the documented shapes and dtypes, and is finite for values of ordinary size. If the call
+has a reference (``Case.judged``), the error of each element against float64 must also be within the bound of bounds.py,
+or at most twice the largest error of PyTorch's composition in that row (near the end of a dtype's range both may
+overflow in intermediate values). Elements are exempt if PyTorch's result is not finite, or if reference plus bound
+exceed half of the dtype's largest number (for dx: before the multiplication by its row's upstream gradient). Norms are
+exempt if squares or products of their inputs overflow.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ALIASES = {"accum_dtype": "accum|ScalarType", "memory": "chunk_rows|chunk_classe
 
 
 def acceptable(error: BaseException, names: list[str]) -> bool:
-    """Is it an error that tells the caller what was wrong?"""
+    """Returns whether an error explains to the caller what was wrong."""
     text = str(error)
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
@@ -43,7 +43,7 @@ def acceptable(error: BaseException, names: list[str]) -> bool:
 
 
 def misshapen(call: Call, outputs: dict[str, Tensor]) -> str:
-    """What is wrong with shapes and dtypes; "" if nothing is."""
+    """Returns an error text if a result's shape or dtype differs from the documented one, else ""."""
     told = promised(call.op, call.arguments)
     if told.keys() != outputs.keys():
         return f"results {sorted(outputs)}, promised {sorted(told)}"
@@ -55,11 +55,12 @@ def misshapen(call: Call, outputs: dict[str, Tensor]) -> str:
 
 
 def has_references(call: Call) -> bool:
-    """The references of the losses take rows, and one class at least; those of rope and of the norms no empty row."""
+    """Returns whether a reference takes these arguments. The references of the losses require two dimensions and at
+    least one class; those of rope and of the norms reject empty rows."""
     tensors = call.tensors()
     flat = all(tensors[n].dim() == 2 for n in ("logits", "x") if n in tensors) or "target" not in tensors
     small = sum(t.numel() for t in tensors.values()) < 1 << 16
-    # The squares of a norm overflow from 1.8e19 on; a row of equal numbers has a variance of rounding errors alone.
+    # The squares in a norm overflow from 1.8e19 on. The variance of a row of equal numbers consists of rounding errors.
     moderate = "eps" not in call.arguments or all(
         bool(((t.abs() < 1e18) | ~t.isfinite()).all()) for t in tensors.values()
     )
@@ -67,7 +68,7 @@ def has_references(call: Call) -> bool:
 
 
 def wrong(call: Call, outputs: dict[str, Tensor], gradients: dict[str, Tensor], grads: dict[str, Tensor]) -> str:
-    """Results that are further from float64 than they may be, in words; "" if none is."""
+    """Returns an error text for a result that is further from float64 than allowed, else ""."""
     inputs, op = dict(call.arguments), OPS[call.op]
     if isinstance(inputs.get("normalizer"), Tensor):
         inputs["normalizer"] = inputs["normalizer"].detach().reshape(())  # a constant
@@ -79,11 +80,11 @@ def wrong(call: Call, outputs: dict[str, Tensor], gradients: dict[str, Tensor], 
     theirs = base | {f"d{n}": g for n, g in _backward(base, leaves, grads).items()}
     results = outputs | gradients
     matmul = "target" in inputs and "x" in inputs
-    if matmul or inputs.get("softcap"):  # which of nearly equal logits is the largest
+    if matmul or inputs.get("softcap"):  # rounding decides which of nearly equal logits is the largest
         results.pop("token_accuracy", None)
     if matmul:
         x, weight = (leaves[n].detach().double().abs() for n in ("x", "weight"))
-        if bool(((x @ weight.T).nan_to_num() < 1e-36).all(1).any()):  # below the normal range many logits are equal
+        if bool(((x @ weight.T).nan_to_num() < 1e-36).all(1).any()):  # many logits below the normal range are equal
             results.pop("predicted_tokens", None)
     for name, ours in results.items():
         judged = exact[name]
@@ -95,7 +96,8 @@ def wrong(call: Call, outputs: dict[str, Tensor], gradients: dict[str, Tensor], 
             continue
         allowed, limit = judged.allowed, torch.finfo(ours.dtype).max / 2
         if name[1:] in op.parameters:
-            # A sum over rows may cancel; the largest column, where there are few or all are alike, knows nothing of it.
+            # The terms of a sum over rows may cancel. The largest column does not show that if there are few or equal
+            # columns.
             terms = sum(g.detach().double().abs().sum() for g in grads.values() if bool(g.isfinite().all()))
             allowed = 16 * allowed + terms * torch.finfo(torch.promote_types(ours.dtype, torch.float32)).eps
         if name == "dx" and inputs.get("reduction") == "none" and "loss" in grads:
@@ -117,7 +119,7 @@ def beyond(ours: Tensor, exact: Tensor, allowed: Tensor, theirs: Tensor, dtype: 
         asked = asked & asked.all(-1, keepdim=True)
         slack = slack.amax(-1, keepdim=True)
     error = (ours - exact).abs()
-    if dtype == torch.float64:  # the reference is rounded as often
+    if dtype == torch.float64:  # the reference has as many roundings
         allowed = 4 * allowed
     bad = asked & ~(error <= allowed + 2 * slack)
     if not bool(bad.any()):
@@ -129,8 +131,9 @@ def beyond(ours: Tensor, exact: Tensor, allowed: Tensor, theirs: Tensor, dtype: 
 
 
 def unlike_cross_entropy(call: Call, gradients: dict[str, Tensor], grads: dict[str, Tensor]) -> str:
-    """Gradients of the fused loss that differ from those of cross_entropy of the same logits, both of liger_ext. This
-    is asked where PyTorch's answer is 0 / 0, every target having a class weight of 0; by 5 % of the largest."""
+    """Returns an error text if gradients of the fused loss differ from those of liger_ext's cross_entropy of the same
+    logits by more than 5 % of the largest, else "". It applies where every target has a class weight of 0, because
+    PyTorch then returns 0 / 0."""
     a = call.arguments
     if (
         call.op != "fused_linear_cross_entropy"
@@ -161,7 +164,7 @@ def unlike_cross_entropy(call: Call, gradients: dict[str, Tensor], grads: dict[s
 
 
 def normal_form(text: Any) -> str:
-    """A finding's text without its numbers: what findings are grouped by."""
+    """Returns a finding's text without its numbers, by which findings are grouped."""
     first = str(text).strip().splitlines()[0] if str(text).strip() else ""
     first = re.sub(r"'\w+' object has no attribute '\w+'", "'…' object has no attribute '…'", first)
     return re.sub(r"-?\d+(\.\d+)?(e[+-]?\d+)?", "N", first)[:160]

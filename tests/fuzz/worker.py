@@ -1,5 +1,5 @@
-"""The process in which calls run. It writes the number of the call that it is about to make into a file, so that the
-driver knows it if this was the last, and findings as JSON lines to stdout."""
+"""The process that runs calls. Before each call it writes the call's number to a file, so that the driver can name the
+call after a crash. It prints findings as JSON lines."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from liger_ext.functional import check_errors
 from liger_ext.records import RECORDS
 from liger_ext.testing import outputs_of
 
-ROOM = 1 << 30  # bytes of address space that calls may take, beyond what the process has before the first
-# What torch keeps must not fill that room, or calls come to nothing but "out of memory": a process ends after so many
-# calls, and oneDNN keeps few of the matrix products that it compiles.
+ROOM = 1 << 30  # bytes of address space for calls, beyond the address space of the process before the first call
+# torch's caches must not fill that room, or every call would run out of memory. So a process ends after CALLS calls,
+# and oneDNN caches few compiled matrix products.
 CALLS = 20_000
 SETTINGS = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
 
@@ -49,13 +49,14 @@ def draw_case(seed: int, number: int, ops: tuple[str, ...], device: str) -> Case
     case = Case(draw_call(rng, rng.choice(ops), dtypes, device), rng)
     for _ in range(rng.choice([0, 0, 1, 1, 1, 2])):
         rng.choice(SPOILS)(case)
-    if len(case.notes) > 1 and "target" in case.faults:  # what came after it may have taken the bad value out again
+    if len(case.notes) > 1 and "target" in case.faults:  # a later change may have removed the bad value
         case.faults["target"] = min(MAY, case.faults["target"])
     return case
 
 
 def lay_out(case: Case) -> Guarded:
-    """Half of the calls have tensors in any layout. Where elements share memory, a bad target may lose its value."""
+    """Gives the tensors of half of the calls random layouts. If elements share memory, another may overwrite a bad
+    target."""
     guard = Guarded()
     if case.rng.randrange(2):
         return guard
@@ -69,7 +70,7 @@ def lay_out(case: Case) -> Guarded:
 
 
 def want_gradients(case: Case) -> list[str]:
-    """Makes leaves of some tensors, now and then of one that has no gradient."""
+    """Makes some tensors leaves that require gradients, occasionally one for which the op has no gradient."""
     wanted, made = [], {}
     for name, t in case.call.tensors().items():
         constant = name in case.call.constants
@@ -106,7 +107,7 @@ def gradients_of(outputs: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
 def run(
     case: Case, wanted: list[str], given: Callable[[dict[str, Tensor]], dict[str, Tensor]]
 ) -> tuple[dict, dict, dict]:
-    """Outputs, gradients and the outputs' gradients of one call."""
+    """Returns outputs, gradients and upstream gradients of one call."""
     outputs = outputs_of(case.call(), RECORDS[case.call.op].outputs[0])
     used = {n: t for n, t in outputs.items() if t.requires_grad}
     if not used:
@@ -118,7 +119,7 @@ def run(
 
 
 def in_threads(case: Case, wanted: list[str]) -> tuple[dict, dict, dict]:
-    """Three at once, on the same tensors: the same bits, or the same error."""
+    """Runs three threads on the same tensors, which must have the same bits or raise the same error."""
     results: list[Any] = []
 
     def once() -> None:
@@ -139,7 +140,7 @@ def in_threads(case: Case, wanted: list[str]) -> tuple[dict, dict, dict]:
         if any(t.is_cuda for t in case.call.tensors().values()) and (
             isinstance(first, IndexError) or isinstance(other, IndexError)
         ):
-            continue  # of a bad target: whichever thread asks first gets the report
+            continue  # a bad target: the first thread that checks receives the report
         if isinstance(first, Exception) or isinstance(other, Exception):
             if type(first) is not type(other):
                 raise Finding("threads", f"{first!r:.200} and {other!r:.200}")
@@ -160,19 +161,19 @@ def out_of_memory(result: Any) -> bool:
 
 
 def forget_reported_targets() -> None:
-    """A GPU's report of a bad target comes with the next call, which would be another one's finding."""
+    """Discards a GPU's report of a bad target, which the next call would raise."""
     with contextlib.suppress(IndexError):
         check_errors()
 
 
 def public_call(case: Case, device: str, judge: bool) -> None:
-    """One call of a public function. Raises what it finds."""
+    """Calls a public function; raises Finding for an unacceptable outcome."""
     guard = lay_out(case)
     wanted = want_gradients(case)
     mode = case.rng.choice(["grad"] * 12 + ["no_grad", "no_grad", "inference", "threads", "autocast"])
     if mode != "grad":
         case.notes.append(mode)
-    if mode == "autocast" and RECORDS[case.call.op].llama.hidden:  # its matmuls have another dtype then
+    if mode == "autocast" and RECORDS[case.call.op].llama.hidden:  # autocast changes the dtype of its matmuls
         case.judged = False
         case.faults["accum_dtype"] = max(case.faults.get("accum_dtype", NEVER), MAY)
     autocast = functools.partial(torch.autocast, device, torch.bfloat16)
@@ -219,7 +220,7 @@ def judge_results(case: Case, outputs: dict, gradients: dict, grads: dict, judge
         return
     if case.ordinary and not all(bool(t.isfinite().all()) for t in results.values()):
         raise Finding("not finite", str([n for n, t in results.items() if not bool(t.isfinite().all())]))
-    # The probability of a target is a step where logits are large.
+    # The probability of a target jumps between 0 and 1 if logits are large.
     scaled = call.arguments.get("use_token_scaling") and not case.ordinary
     if judge and case.judged and not scaled and verdict.has_references(call):
         try:
@@ -232,7 +233,7 @@ def judge_results(case: Case, outputs: dict, gradients: dict, grads: dict, judge
 
 
 def one_call(seed: int, number: int, ops: tuple[str, ...], device: str, judge_every: int) -> dict[str, Any] | None:
-    """Makes a call: what was found, or None."""
+    """Runs a call and returns its finding, or None."""
     torch.manual_seed(number)
     case = draw_case(seed, number, ops, device)
     kind = case.rng.randrange(4)
@@ -257,7 +258,7 @@ def one_call(seed: int, number: int, ops: tuple[str, ...], device: str, judge_ev
 
 
 def limit_memory() -> None:
-    if "asan" in os.environ.get("LD_PRELOAD", ""):  # it takes terabytes of addresses, and has a limit of its own
+    if "asan" in os.environ.get("LD_PRELOAD", ""):  # ASan reserves terabytes of addresses, and has its own limit
         return
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * os.sysconf("SC_PAGE_SIZE") + ROOM
@@ -265,7 +266,7 @@ def limit_memory() -> None:
 
 
 def work(args: Any) -> None:
-    """Calls first, first + step, … below ``args.calls``, or as many of them as one process makes."""
+    """Runs the calls first, first + step, … below ``args.calls``, at most CALLS of them."""
     faulthandler.enable()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

@@ -1,24 +1,24 @@
-"""Calls of every op, for the tests. A module of this folder has those of a family:
+"""Calls of every op, for the tests. Each module of this folder defines the calls of one family of ops:
 
-* ``EXAMPLES``: small calls with each of an op's options, one of them with the defaults and the op's name: gradients,
-  opcheck, compile, threads, sanitizers;
-* ``kernel_cases(dtype)``: (op, name, is it one of a few, function that makes the inputs, frozen inputs ...): small, odd
-  and large enough for every kernel to run at least once, on the host target and in an emulator;
-* ``DRAWS``: for each op a function that draws any call of it, for the nets of layouts and fuzz;
-* ``BAD``: (op, name, arguments that it refuses, parts that the error must have: argument, value, what was expected; in
-  front TypeError, where it is no ValueError); a
-  tuple among the arguments is a tensor of this shape;
-* ``LARGE``: for each op a function of two matrices of one shape and a vector of so many columns, or None, that calls it
-  with them as inputs and parameter, as far as it has such, and returns one result;
-* ``PROMISED``: for an op whose result is not one tensor like its first argument, a function of its arguments that says
-  the shape and the dtype (None: not said) of each result, by name.
-* ``exact_cases()``: (name, op, inputs) in fp32, large enough for the largest error of many elements to say something;
-* ``PLAN_MODELS``: of each of its kernels a function that checks which elements a launch takes (tests/plan_model.py);
-* ``MODULES``: one of each of its modules, if it has some;
-* ``STREAMS``: of kernels that tests/test_amd_objects.py does not have, which accesses ("load", "store") should bypass
+* ``EXAMPLES``: small calls with each of an op's options, for the tests of gradients, opcheck, compile, threads and
+  sanitizers; one of them has the defaults and the op's name;
+* ``kernel_cases(dtype)``: (op, name, part of a quick run?, function that returns the inputs, frozen inputs ...): small,
+  odd and large calls that run every kernel at least once, on the host target and in an emulator;
+* ``DRAWS``: for each op a function that draws a random call of it, for the tests of layouts and the fuzz test;
+* ``BAD``: (op, name, arguments that it rejects, parts of the error text: argument, value, expectation; the first part
+  is TypeError if it is no ValueError); a tuple among the arguments is the shape of a tensor;
+* ``LARGE``: for each op a function of two matrices of the same shape and a vector of their columns, or None. It calls
+  the op with them as inputs and parameter, as far as the op takes them, and returns one result;
+* ``PROMISED``: for an op whose result is not one tensor like its first argument, a function of its arguments that
+  returns the shape and the dtype (None: any) of each result, by name;
+* ``exact_cases()``: (name, op, inputs) in fp32, large enough that the largest error is reproducible;
+* ``PLAN_MODELS``: for each kernel a function that checks which elements a launch processes (tests/plan_model.py);
+* ``MODULES``: an instance of each of its modules, if it has any;
+* ``STREAMS``: for kernels that tests/test_amd_objects.py does not list, which accesses ("load", "store") should bypass
   caches.
 
-An op with a record and without one of these fails here, at collection.
+The import of this file fails, and with it the collection of tests, if an op with a record lacks one of the first five
+or an entry has no record.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def draw_call(rng: Random, op: str, dtypes: tuple[torch.dtype, ...], device: Any
 
 
 def promised(op: str, arguments: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
-    """Shape and dtype of each result of a call."""
+    """Returns shape and dtype of each result of a call."""
     if op in PROMISED:
         return PROMISED[op](arguments)
     first = next(iter(arguments.values()))

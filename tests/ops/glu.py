@@ -1,4 +1,4 @@
-"""Calls of SwiGLU and GeGLU."""
+"""Calls of SwiGLU and GeGLU for the tests; tests/ops/__init__.py describes the tables."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
     yield "swiglu", "multipliers", False, lambda: pair(3, 200, scale=20.0, **multipliers)
 
 
-# The backward that makes h too, which no public function calls ------------------------------------------------------
+# The backward that also computes h, which no public function calls --------------------------------------------------
 
 ACTIVATIONS = {name: int(code) for name, code in _C.Activation.__members__.items()}
 
 
 def check_h(dh: Tensor, gate: Tensor, up: Tensor, *options: float) -> None:
-    """``options``: activation and multipliers. A contiguous ``dh`` is overwritten by h, which has the forward's bits;
-    dgate and dup have those that they have without."""
+    """Checks ``glu_backward_with_h_``: it overwrites a contiguous ``dh`` with h, which has the forward's bits; dgate
+    and dup have the bits of ``glu_backward``. ``options``: activation and multipliers."""
     ops = torch.ops.liger_ext
     expected = (*ops.glu_backward(dh, gate, up, *options), ops.glu(gate, up, *options))
     h = dh.contiguous()
@@ -65,7 +65,7 @@ def check_h(dh: Tensor, gate: Tensor, up: Tensor, *options: float) -> None:
 
 
 def h_cases(dtype: torch.dtype) -> Iterator[tuple]:
-    """Arguments of :func:`check_h` that reach every kernel."""
+    """Yields arguments of :func:`check_h` that reach every kernel."""
     for activation in ACTIVATIONS.values():
         for rows, cols in ((3, 1024), (3, 33), (2, 5000)):
             tensors = (normal(rows, cols, dtype=dtype, seed=seed, scale=2) for seed in range(3))
@@ -135,7 +135,7 @@ LARGE = {
 }
 
 
-# Which elements a launch takes --------------------------------------------------------------------------------------
+# Which elements a launch processes ----------------------------------------------------------------------------------
 
 
 PLAN_MODELS = dict.fromkeys(("GluForwardKernel", "GluBackwardKernel"), lambda launch, call: row_tiles(launch, 2))

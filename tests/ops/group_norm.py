@@ -1,4 +1,4 @@
-"""Calls of GroupNorm."""
+"""Calls of GroupNorm for the tests; tests/ops/__init__.py describes the tables."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ EXAMPLES = [
     example("group_norm", "one_element", x=(4, 12), num_groups=3, weight=(12,), bias=(12,)),
 ]
 
-# Batch, groups, channels of a group, elements of a channel: channels of whole vectors, of a few elements, of one and of
-# many; rows that share a block, that a block holds, and that are read in parts: of a channel, of several, of neither.
+# (batch, groups, channels of a group, elements of a channel). The channels have whole vectors, a few elements, one, or
+# many. Several rows share a block, a block holds a row, or blocks process parts of a row: within a channel, of several
+# whole channels, or across channels.
 _SHAPES = [
     (3, 2, 4, 16),
     (3, 2, 3, 11),
@@ -51,7 +52,7 @@ def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
             made[name] = None if of is None else normal(groups * channels, dtype=of, seed=9 + seed, scale=0.3, mean=1)
         return made
 
-    # Rows of 2,112 vectors, of which enough for all multiprocessors have the most vectors a thread.
+    # The last shape has rows of 2,112 vectors, as many as multiprocessors need for the most vectors per thread.
     for shape in (*_SHAPES, (16, 1, 2, 1056 * 16 // dtype.itemsize)):
         name = "x".join(map(str, shape))
         yield "group_norm", name, shape[3] in (11, 16), lambda of=shape: inputs(*of)
@@ -111,14 +112,15 @@ DRAWS = {"group_norm": group_norm}
 
 
 def _held(launch, call) -> None:
-    from plan_model import reduction_bytes, row_registers  # which takes its models from here
+    from plan_model import reduction_bytes, row_registers
 
     row_registers(launch, call)
     assert launch.plan.smem >= reduction_bytes(2, launch.plan.cluster)
 
 
 def _held_by_shares(launch, call) -> None:
-    """In a cluster each block has a share of the row without gaps; shared memory has two sums for each vector."""
+    """Checks that the blocks of a cluster have contiguous shares of the row, and shared memory two sums for each
+    vector."""
     from plan_model import ceil_div, check_held, check_rows, groups_of, reduction_bytes
 
     plan, (vec, k) = launch.plan, launch.instance
@@ -131,10 +133,11 @@ def _held_by_shares(launch, call) -> None:
 
 
 def _parts(launch, call, backward: bool) -> None:
-    """Every element is in one part. In the backward a part has whole channels, all of it in flight, or is of one.
+    """Checks that every element is in one part. In the backward a part has several whole channels, all in registers, or
+    lies in one channel.
 
-    A multiprocessor has three blocks at a time. A part is several batches, of what a block has in flight, where there
-    would be more than eight blocks one after another."""
+    A multiprocessor runs three blocks at a time. A part has several batches (the elements in a block's registers) if
+    more than eight blocks would follow one another."""
     from plan_model import ceil_div, check_batches
 
     plan, vec = launch.plan, launch.instance[0]
@@ -177,7 +180,7 @@ PLAN_MODELS = {
     "GroupNormBackwardSums": _backward_sums,
     "GroupNormBackwardApply": lambda launch, call: _parts(launch, call, backward=True),
 }
-# Parts are read again: the first kernel's loads stay in the caches.
+# The second kernel reads the parts again, so the first kernel's loads stay in the caches.
 STREAMS = {
     "GroupNormRegisters": {"load", "store"},
     "GroupNormMoments": set(),

@@ -1,4 +1,4 @@
-"""Calls of the generalised Jensen-Shannon divergence."""
+"""Calls of the generalised Jensen-Shannon divergence for the tests; tests/ops/__init__.py describes the tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ BETAS = (0.5, 0.1, 0.9, 0.0, 1.0)
 def log_probabilities(
     *shape: int, dtype: torch.dtype, seed: int, device: Any = "cpu", scale: float = 2.0, masked: int = 0
 ) -> Tensor:
-    """Of logits of this scale. ``masked``: every so many classes have the probability 0, but never the first."""
+    """Returns log-probabilities of logits with this scale. ``masked``: every n-th class has the probability 0, but
+    never the first."""
     logits = normal(*shape, dtype=torch.float64, seed=seed, scale=scale)
     if masked:
         logits[..., 1::masked] = -torch.inf

@@ -1,4 +1,4 @@
-"""Calls of cross entropy, of logits and fused with the head."""
+"""Calls of cross_entropy and fused_linear_cross_entropy for the tests; tests/ops/__init__.py describes the tables."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
 
     def logits(rows: int, vocab: int, layout: str = "contiguous", weighted: bool = False, masked: bool = False, **more):
         made = {"logits": laid_out(normal(rows, vocab, dtype=dtype, scale=3), layout)}
-        if masked:  # classes that cannot be
+        if masked:  # impossible classes
             made["logits"][:, ::5] = -torch.inf
         made |= {"target": random_targets(rows, vocab, seed=4), **more}
         return made | ({"weight": class_weights(vocab)("cpu", dtype)} if weighted else {})
@@ -87,7 +87,7 @@ def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
         more = {"weighted": weighted, **options, **results}
         made = functools.partial(logits, rows, vocab, "offset", **more)
         yield "cross_entropy", f"offset {vocab} all" + " weighted" * weighted, False, made
-    # Rows that begin anywhere, of equal logits from their first columns on.
+    # Rows at any alignment, with equal logits from their first columns on.
     equal = {"target": torch.arange(5), **results}
     yield "cross_entropy", "equal logits", True, lambda: equal | {"logits": torch.ones(5, 1003, dtype=dtype).triu(-1)}
     reachable = {"target": torch.tensor([1, -100, 7, 1002])}
@@ -118,7 +118,7 @@ def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
             (150, 8, 1051),
             {"memory": 1 << 21, "reduction": "none", "lse_square_scale": 1e-4},
         ),
-        # split: the vocabulary is cut into chunks, too
+        # split: chunks of the vocabulary, too
         ("split", True, (9, 8, 1051, True), chunks),
         ("split, all", True, (130, 8, 2500, True, True), options | results | chunks),
         ("split, tokens scaled", False, (5, 8, 2048), chunks | {"use_token_scaling": True, "lse_square_scale": 1e-2}),
@@ -137,7 +137,7 @@ def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
         ("chunks, all", False, (261, 8, 75, True, True), options | results | chunks),
         ("chunks per token", False, (261, 8, 64, True), chunks | {"reduction": "none"}),
         ("chunks, sum, tokens scaled", False, (150, 8, 64), chunks | {"reduction": "sum", "use_token_scaling": True}),
-        # As much of a row in shared memory as there is room for, the rest of it read again.
+        # Shared memory holds a part of a row; the kernel reads the other part twice.
         ("large vocabulary", False, (3, 8, 20001, True), {"softcap": 10.0}),
         ("larger vocabulary", False, (2, 8, 84001), {"softcap": 10.0}),
         ("in the compute dtype", False, (261, 8, 75, True), chunks | {"accum_dtype": dtype}),
@@ -173,7 +173,7 @@ def _class_weight(draw: Draw, classes: int, dtype: torch.dtype) -> Tensor | None
 
 def cross_entropy(draw: Draw) -> Call:
     (lead, _), dtype, ignore_index = draw.rows(), draw.dtype(), draw.rng.choice([-100, 0, 2])
-    classes = draw.rng.choice([n for n in COLUMNS[1:] if {*lead[1:]} != {n}])  # not what fits target in two ways
+    classes = draw.rng.choice([n for n in COLUMNS[1:] if {*lead[1:]} != {n}])  # not two readings
     arguments = {
         "logits": draw.normal(*lead, classes, dtype=dtype, scale=3),
         "target": draw.targets(lead, classes, ignore_index),
@@ -185,7 +185,7 @@ def cross_entropy(draw: Draw) -> Call:
 
 def fused_linear_cross_entropy(draw: Draw) -> Call:
     rng, dtype, ignore_index = draw.rng, draw.dtype(), draw.rng.choice([-100, 0, 2])
-    several = (rng.choice([129, 261]),), SMALLEST  # rows of several chunks
+    several = (rng.choice([129, 261]),), SMALLEST  # rows for several chunks
     lead, memory = rng.choice([(rng.choice(LEADING), rng.choice(["auto", SMALLEST])), several])
     hidden, classes = rng.choice([0, 1, 3, 4, 8, 16, 33]), rng.choice([1, 2, 7, 16, 33, 64, 75, 1100])
     weight_dtype = draw.other_dtype(dtype)
@@ -272,7 +272,7 @@ LARGE = {
 }
 
 
-# Which elements a launch takes --------------------------------------------------------------------------------------
+# Which elements a launch processes ----------------------------------------------------------------------------------
 
 
 def logit_tiles(launch, call, k: int = 0) -> None:
@@ -305,7 +305,7 @@ def logit_row(launch, call) -> None:
         assert plan.smem >= reduction_bytes(2) + plan.slots * plan.block * vec * call["element_bytes"]
         assert 0 <= plan.slots <= ceil_div(ceil_div(launch.cols, vec), plan.threads_per_row)
     else:
-        (threads,) = launch.instance[1:] or (0,)  # what the kernel knows of its rows' and blocks' threads
+        (threads,) = launch.instance[1:] or (0,)  # the number of threads of row and block as a compile-time constant
         assert threads == 0 or threads == plan.block == plan.threads_per_row == launch.max_threads
         assert plan.k == 0 and plan.smem >= reduction_bytes(2)
 

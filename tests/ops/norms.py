@@ -1,4 +1,4 @@
-"""Calls of the norms."""
+"""Calls of the norms for the tests; tests/ops/__init__.py describes the tables."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
     for rows, cols in ((21, 1024), (3, 8192), (3, 1003), (2, 40000), (3, 5001), (3, 9000), (2, 20000), (2, 70016)):
         quick = cols in (1024, 1003)
         yield "add_rms_norm", f"{rows}x{cols}", quick, lambda r=rows, c=cols: inputs("x residual", r, c)
-    # Rows enough for persistent blocks: of a part of a warp, of three vectors per thread, of 512 threads and of 1,024.
-    # And for the forward's rows of two vectors for each of eight threads, and of whole warps.
+    # Enough rows for persistent blocks: rows in a part of a warp, with three vectors per thread, in 512 and in 1,024
+    # threads. For the forward: rows of eight threads with two vectors each, and rows of whole warps.
     for vectors in (8, 16, 704, 1024, 2048):
         many, cols = 18 if vectors > 16 else 90, vectors * 16 // dtype.itemsize
         yield "rms_norm", f"{many}x{cols}", False, lambda r=many, c=cols: inputs("x", r, c)
@@ -88,7 +88,7 @@ def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
             yield "rms_norm", name, False, lambda r=rows, c=cols, w=weights: inputs("x", r, c, w)
             yield "layer_norm", name, False, lambda r=rows, c=cols, w=weights: inputs("x", r, c, w, centered=True)
     yield "layer_norm", "no bias", False, lambda: inputs("x", 9, 1024, centered=True) | {"bias": None}
-    for cols in (1024, 9000, 77):  # the backward makes dx alone, or sums alone
+    for cols in (1024, 9000, 77):  # the backward computes only dx, or only sums
         for frozen in ("x", "weight", "bias"):
             name = f"9x{cols} frozen {frozen}"
             yield "layer_norm", name, False, lambda c=cols: inputs("x", 9, c, centered=True), frozen
@@ -173,7 +173,7 @@ LARGE = {
 }
 
 
-# Which elements a launch takes --------------------------------------------------------------------------------------
+# Which elements a launch processes ----------------------------------------------------------------------------------
 
 
 WHOLE_WARPS, FORWARD_LANES, ROW_WARPS_BYTES = 1, 8, 512  # csrc/launch/norms.h
@@ -183,11 +183,11 @@ def norm_forward_registers(launch, call) -> None:
     plan, (vec, k, threads) = launch.plan, launch.instance
     if threads == FORWARD_LANES:
         assert plan.threads_per_row == FORWARD_LANES and plan.block <= 512
-    elif threads == WHOLE_WARPS:  # a row has the block to itself, and each of its warps a place for the sum
+    elif threads == WHOLE_WARPS:  # one row per block; each warp has a slot for its sum
         assert plan.threads_per_row == plan.block and plan.block % plan.warp == 0
         assert 2 * 4 * ceil_div(plan.block // plan.warp, 8) * 8 <= plan.smem <= ROW_WARPS_BYTES
     else:
-        assert (threads < 1024) == (plan.cluster > 1)  # there is a kernel of its own for clusters
+        assert (threads < 1024) == (plan.cluster > 1)  # clusters have a separate kernel instance
     assert k == plan.k or vec == 1
     check_rows(plan, launch.rows)
     check_held(plan.threads_per_row, k, vec, launch.cols)
@@ -196,7 +196,7 @@ def norm_forward_registers(launch, call) -> None:
 def norm_backward_registers(launch, call) -> None:
     plan, (vec, k, threads) = launch.plan, launch.instance
     groups, teams = groups_of(plan), plan.grid // plan.cluster
-    # What the kernel knows of its rows' threads: nothing, that they are whole warps, or how many a block has.
+    # The template argument for the threads of a row: 0 (any), whole warps, or their number in a block.
     assert threads in (0, WHOLE_WARPS, min(plan.threads_per_row, plan.block))
     assert threads != WHOLE_WARPS or (plan.cluster == 1 and plan.threads_per_row % plan.warp == 0)
     assert threads != WHOLE_WARPS or groups <= 15 or plan.threads_per_row == plan.warp  # barriers
@@ -209,20 +209,20 @@ def norm_backward_registers(launch, call) -> None:
     assert (plan.stages > 0) == (vec > 1 and (device.bulk_copies or (device.async_copies and (sums == 1 or k == 4))))
     if plan.stages:
         mbarriers = plan.block // plan.warp * 8 if device.bulk_copies else 0
-        check_ring(plan, inputs, k, reduction, mbarriers)  # the saved row, and a gradient of each
+        check_ring(plan, inputs, k, reduction, mbarriers)  # the saved input, and the gradient of each output
         assert plan.stages <= 4 or not device.async_copies
-        if device.async_copies and (vec, k, sums) == (8, 4, 2) and "knobs" not in call:  # rows that are read twice
+        if device.async_copies and (vec, k, sums) == (8, 4, 2) and "knobs" not in call:  # two-pass rows
             room = min(device.shared_per_block_optin, device.shared_per_multiprocessor - 1024) - plan.shared_offset
             assert plan.stages == (2 if room >= 2 * plan.block * k * 16 * inputs else 1)
     assert teams == plan.partial_rows and (teams - 1) * groups < launch.rows
-    first = np.add.outer(np.arange(teams) * groups, np.arange(groups)).ravel()  # then every teams * groups rows
+    first = np.add.outer(np.arange(teams) * groups, np.arange(groups)).ravel()  # the next row is teams * groups further
     assert np.array_equal(first, np.arange(teams * groups))
     if groups > 1:
         assert plan.smem >= reduction + groups * sums * launch.cols * 4
 
 
 def norm_backward_few(launch, call) -> None:
-    """Blocks that take tiles of columns, of all rows, and behind them blocks that take rows."""
+    """Checks that the first blocks process tiles of columns of all rows, and the blocks after them rows."""
     plan, (vec, k, vectors) = launch.plan, launch.instance
     tiles, groups, sums = ceil_div(launch.cols, vectors * vec), groups_of(plan), len(call["record"].parameters)
     assert vectors in (4, 8) and plan.warp % vectors == 0

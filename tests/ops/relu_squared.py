@@ -1,4 +1,4 @@
-"""Calls of squared ReLU."""
+"""Calls of squared ReLU for the tests; tests/ops/__init__.py describes the tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of rotary position embedding."""
+"""Calls of rotary position embedding for the tests; tests/ops/__init__.py describes the tables."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
         for seed, (name, count) in enumerate(zip("qk", heads, strict=True)):
             if count is None:
                 t = None
-            elif heads_inside:  # [batch, seq, heads, dim], as a projection gives them
+            elif heads_inside:  # [batch, seq, heads, dim], as a projection returns them
                 t = normal(batch, seq, count, dim, dtype=dtype, seed=seed).transpose(1, 2)
             else:
                 t = laid_out(normal(batch, count, seq, dim, dtype=dtype, seed=seed), memory)
@@ -133,7 +133,7 @@ def _rope(a: Tensor, b: Tensor, _: None) -> Tensor:
 LARGE = {"rope": _rope}
 
 
-# Which elements a launch takes --------------------------------------------------------------------------------------
+# Which elements a launch processes ----------------------------------------------------------------------------------
 
 
 def rope_heads(launch, call) -> None:

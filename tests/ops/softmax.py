@@ -1,4 +1,4 @@
-"""Calls of softmax."""
+"""Calls of softmax for the tests; tests/ops/__init__.py describes the tables."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
         (9, 32),
         (9, 4096),
     ]
-    # Rows at every distance from a multiple of 16 bytes; longer ones in shared memory too, and what it does not hold.
+    # Rows at every offset from a multiple of 16 bytes; longer rows, a part of which lies in shared memory or in
+    # neither.
     for rows, cols in [*sizes, (13, 3), (2, 70016), (9, 2048), (3, 16384), (9, 519), (9, 1001), (2, 140001)]:
         yield "softmax", f"{rows}x{cols}", (rows, cols) in (sizes[0], sizes[1]), lambda r=rows, c=cols: softmax(r, c)
     for cols in (100, 5001, 40000):
         yield "softmax", f"special {cols}", False, lambda c=cols: softmax(5, c, special=True)
-    for cols in (1032, 5000):  # x and y are not equally far from a multiple of 16 bytes
+    for cols in (1032, 5000):  # x and y have different offsets from a multiple of 16 bytes
         yield "softmax", f"offset {cols}", False, lambda c=cols: softmax(4, c, "offset")
 
 
@@ -61,12 +62,12 @@ BAD = [
 LARGE = {"softmax": lambda a, b, _: F.softmax(a)}
 
 
-# Which elements a launch takes --------------------------------------------------------------------------------------
+# Which elements a launch processes ----------------------------------------------------------------------------------
 
 
 def row_of_any_length(launch, call) -> None:
-    """Whole vectors in registers and slots of shared memory, and single elements. What is left (Path.reread) is read
-    twice, in batches that follow the slots."""
+    """Checks the whole vectors in registers and shared memory (``plan.slots`` per thread), and the single elements. The
+    kernel reads the remaining vectors (Path.reread) twice, in batches after them."""
     plan, vec = launch.plan, launch.instance[0]
     check_rows(plan, launch.rows)
     threads, slots = plan.threads_per_row, plan.slots
@@ -80,7 +81,7 @@ def row_of_any_length(launch, call) -> None:
         assert slots == 0 or threads == plan.cluster * plan.block
     most = launch.cols // vec
     assert (plan.path == _C.Path.regs) == (most <= threads * (plan.k + plan.slots))
-    for vectors in {most, max(0, most - 1)} if launch.cols % vec else {most}:  # a head may take one away
+    for vectors in {most, max(0, most - 1)} if launch.cols % vec else {most}:  # fewer if unaligned
         check_columns(threads, plan.k + plan.slots, vec, 0, vectors * vec)
 
 

@@ -1,9 +1,9 @@
-"""Models that were patched under the name liger_kernel (`liger_ext.compat.install`) and behave as Liger-Kernel's where
-code that was written for it depends on that:
+"""Liger-Kernel's behaviour for models that were patched under the name liger_kernel (`liger_ext.compat.install`). Code
+that was written for Liger-Kernel depends on it:
 
-- `output.logits` of a training step, which computes none, is None. (Under our own names reading it is an error.)
-- The loss is that of `liger_kernel.transformers.functional`, whose function others replace: axolotl does to set
-  `use_token_scaling`.
+- `output.logits` of a training step without logits is None. (Under our own names reading it raises an error.)
+- The loss is the function in `liger_kernel.transformers.functional`, which other code may replace: axolotl replaces it
+  to set `use_token_scaling`.
 """
 
 import sys
@@ -20,7 +20,7 @@ _MARK = "_as_liger_kernel"
 
 
 def mark(modules: Iterable[nn.Module], handle: PatchHandle) -> None:
-    """Has the patched heads among `modules` behave so until `handle` is reverted."""
+    """Marks the patched heads among `modules` for this behaviour, until `handle` is reverted."""
     for module in modules:
         if hasattr(module, "OUTPUT_WITHOUT"):
             handle.replace(module, _MARK, True)

@@ -1,7 +1,10 @@
-"""The loss of a head that is called for its logits, some rows at a time: one with LoRA, quantised weights, or code of
-its own. The logits of a chunk become their gradient, and that the gradients of the hidden states and of the head's
-parameters, before the next chunk is made; the backward only scales them, as the fused loss does. What is differentiated
-and no parameter of the head's own would get no gradient: where there is any, all logits exist."""
+"""The loss of a head that must be called for its logits (LoRA, quantised weights, its own code), chunk by chunk.
+
+The forward computes a chunk's gradients of the hidden states and of the head's parameters before it computes the logits
+of the next chunk. The backward only scales these gradients by the upstream gradient, as the fused loss does. A head may
+also read a tensor that requires a gradient and is not a parameter of the head. In chunks this tensor would get no
+gradient, so the loss is then computed from all logits at once.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -15,19 +18,18 @@ from liger_ext.ops._checks import accumulator
 from liger_ext.ops._loss_devices import device_of
 from liger_ext.ops._loss_plan import Call, rows_of_logits
 
-# Of PEFT's adapters, those known to do with a row of hidden states what they would do with it alone: Lily, for one,
-# takes a mean of the rows of a call.
+# PEFT's adapters that process each row of hidden states independently. (Lily, for one, averages the rows of a call.)
 _TUNERS = "peft.tuners."
 _TUNERS_OF_ROWS = "lora", "trainable_tokens", "tuners_utils"
 
 
 def rows_at_a_time(head: nn.Module, hidden_states: Tensor, memory: str | int | None) -> int | None:
-    """How many rows of logits may exist at a time; None where all have to, or may."""
+    """Returns the number of rows of a chunk of logits; None if all rows must exist at once, or fit."""
     vocab = getattr(head, "out_features", None)
     if not isinstance(vocab, int) or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return None
     if forward_ad._current_level >= 0 or not all(map(is_called_bare, head.modules())):
-        return None  # a hook of the user is to see all logits
+        return None  # a user's hook must receive all logits
     if any(hasattr(parameter, "placements") for parameter in head.parameters()):
         return None
     tuners = {cls.__module__ for m in head.modules() for cls in type(m).__mro__ if cls.__module__.startswith(_TUNERS)}
@@ -49,10 +51,10 @@ def loss_in_chunks(
     logit_scale: float,
     options: dict[str, object],
 ) -> CrossEntropyOutput | None:
-    """As `functional.cross_entropy` of all logits, times `logit_scale`. hidden_states: [rows, hidden_size]; targets:
-    [rows].
+    """Computes `functional.cross_entropy` of `head(hidden_states) * logit_scale`, `chunk` rows at a time.
+    hidden_states: [rows, hidden_size]; targets: [rows].
 
-    None where the head differentiates weights that are no parameters of its own.
+    Returns None if the head differentiates tensors that are not its parameters.
     """
     parameters = [p for p in head.parameters() if p.requires_grad]
     learns = torch.is_grad_enabled()
@@ -136,7 +138,7 @@ class _Chunks(torch.autograd.Function):
 
 
 def _differentiates_more_than(loss: Tensor, known: set[int]) -> bool:
-    """Whether the graph of `loss` has leaves that are none of the tensors of these ids."""
+    """Returns whether the graph of `loss` has leaves other than the tensors with these ids."""
     found = {loss.grad_fn} - {None}
     nodes = list(found)
     for node in nodes:

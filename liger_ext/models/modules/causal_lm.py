@@ -1,4 +1,4 @@
-"""A causal language model whose loss comes from the hidden states in training: what its forward does differently."""
+"""Mixins for causal language models, whose training step computes the loss from hidden states, without logits."""
 
 import inspect
 import operator
@@ -39,7 +39,7 @@ from liger_ext.ops._loss_plan import Level
 
 
 def _forward_like(stock: type[nn.Module], doc: str) -> Callable[..., ModelOutput]:
-    """A `forward` with transformers' arguments, and `skip_logits`, that calls `self._forward`."""
+    """Returns a `forward` with transformers' arguments and `skip_logits`, which calls `self._forward`."""
     signature = inspect.signature(stock.forward)
     names = tuple(signature.parameters)[1:]
 
@@ -48,7 +48,7 @@ def _forward_like(stock: type[nn.Module], doc: str) -> Callable[..., ModelOutput
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         if skip_logits is not None and not isinstance(skip_logits, bool):
             raise TypeError(f"skip_logits is {skip_logits!r}, expected True, False or None")
-        as_tuple = arguments.pop("return_dict", None) is False  # one that was not given by its name
+        as_tuple = arguments.pop("return_dict", None) is False  # a positional one; can_return_tuple removes the keyword
         output = self._forward(arguments, skip_logits)
         return output.to_tuple() if as_tuple and isinstance(output, ModelOutput) else output
 
@@ -57,7 +57,8 @@ def _forward_like(stock: type[nn.Module], doc: str) -> Callable[..., ModelOutput
 
 
 def _with_skip_logits(signature: inspect.Signature) -> inspect.Signature:
-    """Trainer and generate() read the signature: which columns of a data set and which arguments the model takes."""
+    """Adds `skip_logits` to a signature. Trainer reads the signature to select a data set's columns, and generate() to
+    check arguments."""
     parameters = list(signature.parameters.values())
     added = inspect.Parameter("skip_logits", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=bool | None)
     last = sum(p.kind is not p.VAR_KEYWORD for p in parameters)
@@ -66,16 +67,17 @@ def _with_skip_logits(signature: inspect.Signature) -> inspect.Signature:
 
 class CausalLM(Mixin):
     liger_memory = "auto"
-    # Operations of a head beside its matmul. A path names nested attributes: "config.logits_scaling".
-    CASTS = False  # whether the hidden states get the dtype of the head's weight
+    # The operations of a head beside its matmul. All are off by default; entries of the table of known code set them. A
+    # path names nested attributes of the model, as "config.logits_scaling" does.
+    CASTS = False  # True: the hidden states are cast to the dtype of the head's weight
     HIDDEN_DIVIDED_BY: str | None = None  # path of a divisor of the hidden states
     MULTIPLIED_BY: str | None = None  # path of a factor of the logits
     DIVIDED_BY: str | None = None  # path of a divisor of the logits
-    SOFTCAP: str | None = None  # the attribute of the text's configuration that bounds the logits
-    LOGITS: str | None = None  # dtype of logits that are returned; None: that of the head
+    SOFTCAP: str | None = None  # the attribute of the text configuration that bounds the logits
+    LOGITS: str | None = None  # dtype of the returned logits; None: the head's
 
     def liger_logits(self) -> tuple[float, float | None]:
-        """What the head's results are multiplied with, and then bounded by (None: by nothing)."""
+        """Returns the factor of the head's results, and the softcap that then bounds them (None: no bound)."""
         scale = 1.0 if self.MULTIPLIED_BY is None else operator.attrgetter(self.MULTIPLIED_BY)(self)
         if self.DIVIDED_BY is not None:
             scale = 1 / operator.attrgetter(self.DIVIDED_BY)(self)
@@ -91,31 +93,33 @@ class CausalLM(Mixin):
         cls.KEEPS = "logits_to_keep" in parameters
         given = [p for p in parameters.values() if p.name not in OWN_ARGUMENTS]
         cls.DEFAULTS = {p.name: p.default for p in given if p.default not in (None, p.empty)}
-        # They read the source of a class's module, and remember for subclasses what they found.
+        # These methods read the source of a class's module. The call caches the result for subclasses, ours included.
         for name in ("_can_set_attn_implementation", "_can_set_experts_implementation"):
             if hasattr(stock, name):
                 getattr(stock, name)()
         cls.OUTPUT, cls.OUTPUT_WITHOUT, cls.CACHE = liger_output(output), _outputs_without(output), cache_in(output)
 
     def _forward(self, arguments: dict[str, object], skip_logits: bool | None) -> ModelOutput:
-        """transformers' forward, but in training with labels the loss comes from the hidden states: no logits exist.
+        """Computes transformers' forward. In training with labels it computes the loss from the hidden states instead,
+        and no logits exist.
 
         Args:
-            skip_logits: False brings the logits back in training, True spares them in evaluation. None: the rule above.
-                Without labels there are always logits: a Trainer that takes the labels away still passes True.
+            skip_logits: False computes logits in training, too; True omits them in evaluation, too. None: the rule
+                above. Without labels logits always exist, because a Trainer that removes the labels still passes True.
             shift_labels, num_items_in_batch, ignore_index, label_smoothing, lse_square_scale, ce_weight,
                 use_token_scaling, accum_dtype, memory, return_token_accuracy, return_predicted_tokens: for the loss.
-            return_log_probs: also return each target's log-probability, `log_probs`, in eval mode, too, without logits.
-                The loss is made of these: options that change it are a ValueError. With return_entropy, `entropy`, too.
+            return_log_probs: also return each target's log-probability as `log_probs`, and with return_entropy
+                `entropy`; without logits, in eval mode, too. The loss is the mean of -log_probs: ValueError for options
+                that would change it.
             temperature: with return_log_probs, a number that divides the logits of log_probs, entropy and loss.
-            max_rows: at most how many positions of the batch have a target that is not ignored (`count_rows`). In a
-                graph of torch.compile the loss then takes as many rows, not all.
+            max_rows: an upper bound of the number of targets in the batch that are not ignored (`count_rows`). In a
+                graph of torch.compile the loss then processes this number of rows, not all.
 
-        A training step that makes no logits makes no cache of keys and values (`past_key_values`, or `cache`) either,
-        unless `use_cache=True` asks for it, or `position_ids` come without an `attention_mask`. Reading what was not
-        made is an error, and the tuple of `return_dict=False` has no place for it. The loss of labels that are all
-        ignored is 0; transformers gives NaN. A loss of the user's own (`model.loss_function`) is obeyed: it gets
-        logits, as it must, and all arguments that it would get unpatched.
+        A training step without logits also builds no cache of keys and values (`past_key_values`, or `cache`), unless
+        `use_cache=True` is passed, or `position_ids` come without an `attention_mask`. Reading a value that was not
+        computed raises an error; with `return_dict=False` the tuple has no entry for it. If all labels are ignored, the
+        loss is 0, where transformers returns NaN. A user's own loss (`model.loss_function`) is called with logits, and
+        with all arguments that it receives in an unpatched model.
         """
         labels, shift_labels = arguments.get("labels"), arguments.get("shift_labels")
         has_labels = labels is not None or shift_labels is not None
@@ -126,7 +130,7 @@ class CausalLM(Mixin):
         if against is not None:
             return super().forward(**arguments)
         options = {name: arguments.pop(name) for name in _LOSS_OPTIONS if name in arguments}
-        options.pop("return_z_loss", None)  # it is in the loss; the output has no place for it alone
+        options.pop("return_z_loss", None)  # the loss includes it; the output has no field for it
         max_rows = options.pop("max_rows", None)
         if not has_labels or not (skip_logits or options or of_log_probs or labels is None):
             return super().forward(**arguments)
@@ -176,9 +180,9 @@ class CausalLM(Mixin):
         return output(**self._results(results, arguments))
 
     def _loss_memory(self, hidden_states: torch.Tensor) -> str:
-        """This model's level for its loss, which may take as much memory as the gradients of gate, up and hidden states
-        do in a layer's backward, when that of the loss is free again. It follows from the configuration and the number
-        of rows alone."""
+        """Returns this model's level of memory for its loss, with the number of bytes that the loss may use. This is
+        the size of the gradients of gate, up and hidden states in a layer's backward, which runs after the loss has
+        freed its memory. The number depends only on the configuration and the number of rows."""
         config = self.config.get_text_config()
         width, level = getattr(config, "intermediate_size", None), self.liger_memory
         if type(width) is not int or not hidden_states.requires_grad or torch.compiler.is_compiling() or level == "min":
@@ -189,7 +193,7 @@ class CausalLM(Mixin):
         )
 
     def _for_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """What the head is called with."""
+        """Returns the argument of the head's call."""
         if self.CASTS:
             hidden_states = hidden_states.to(self.lm_head.weight.dtype)
         if self.HIDDEN_DIVIDED_BY is not None:
@@ -197,12 +201,12 @@ class CausalLM(Mixin):
         return hidden_states
 
     def _results(self, results: dict[str, object], arguments: dict[str, object]) -> dict[str, object]:
-        """`results` with what a family adds to them; `arguments` are those of `self.model`."""
+        """Returns the output's fields: `results` and a family's additions. `arguments` are those of `self.model`."""
         return results
 
 
 def _against_ours(model: nn.Module) -> str | None:
-    """Why transformers' own forward runs whatever its arguments are, if it does."""
+    """Returns the reason why transformers' own forward must run, whatever its arguments are; None if ours may run."""
     if exports_onnx():
         return "torch.onnx exports the unpatched model, which does not return them"
     if model.loss_function not in _LOSSES:
@@ -216,7 +220,7 @@ _LOSS_OPTIONS = (*VALUE_OPTIONS, *OUTPUT_OPTIONS, *FUSED_OPTIONS)
 
 
 class BambaCausalLM(CausalLM):
-    """With a coefficient, the loss has a term of the logits of all positions: then they exist."""
+    """Bamba. With `z_loss_coefficient` the loss has a term of all positions' logits, so that these must exist."""
 
     def _forward(self, arguments: dict[str, object], skip_logits: bool | None) -> ModelOutput:
         if self.z_loss_coefficient > 0:
@@ -226,7 +230,7 @@ class BambaCausalLM(CausalLM):
 
 
 class RoutedCausalLM(CausalLM):
-    """Afmoe's, and Zaya's: what the routers say is returned if it is asked for, or the configuration says so."""
+    """Afmoe and Zaya: the output has router logits if the argument or, without it, the configuration requests them."""
 
     def _routes(self) -> bool:
         return self.config.output_router_logits
@@ -238,12 +242,12 @@ class RoutedCausalLM(CausalLM):
 
 
 class MoeCausalLM(RoutedCausalLM):
-    """Mixtral's: the loss that balances the experts' load is added."""
+    """Mixtral: the loss that balances the experts' load is added."""
 
     AUX_LOSS_FACTOR = "router_aux_loss_coef"
 
     def _balance(self) -> tuple[int, int, float]:
-        """How many experts there are, how many a token goes to, and the factor of their loss."""
+        """Returns the number of experts, the number of experts per token, and the factor of the balancing loss."""
         return self.num_experts, self.num_experts_per_tok, getattr(self, self.AUX_LOSS_FACTOR)
 
     def _results(self, results: dict[str, object], arguments: dict[str, object]) -> dict[str, object]:
@@ -257,7 +261,7 @@ class MoeCausalLM(RoutedCausalLM):
 
 
 class MoeOfTextCausalLM(MoeCausalLM):
-    """Qwen3-VL's and GLM-4V's, whose experts are those of the language model in it."""
+    """Qwen3-VL and GLM-4V, whose inner language model has the experts."""
 
     def _balance(self) -> tuple[int, int, float]:
         config = self.config.text_config
@@ -269,13 +273,13 @@ class MoeOfTextCausalLM(MoeCausalLM):
 
 
 class OmniMoeCausalLM(MoeOfTextCausalLM):
-    """Qwen 3 Omni's thinker has the counts of experts, and the factor of their loss, itself."""
+    """Qwen 3 Omni's thinker, which itself has the counts of experts and the factor of their loss as attributes."""
 
     _balance = MoeCausalLM._balance
 
 
 class CausalLMInside(Mixin):
-    """Llama 4's with images: the head is the language model's own, and the loss is made of what that returns."""
+    """Llama 4 with images: the head belongs to the inner language model, whose output the loss is computed from."""
 
     @classmethod
     def look_at(cls, stock: type[nn.Module]) -> None:
@@ -284,7 +288,7 @@ class CausalLMInside(Mixin):
         cls.OUTPUT, cls.OUTPUT_WITHOUT = liger_output(output), _outputs_without(output)
 
     def _forward(self, arguments: dict[str, object], skip_logits: bool | None) -> ModelOutput:
-        """transformers' forward, as that of `LlamaForCausalLM` here."""
+        """Computes transformers' forward, with the arguments and rules of the patched `LlamaForCausalLM.forward`."""
         labels, shift_labels = arguments.get("labels"), arguments.get("shift_labels")
         has_labels = labels is not None or shift_labels is not None
         inner = self.language_model
@@ -297,7 +301,7 @@ class CausalLMInside(Mixin):
         if not has_labels or against is not None or not (skip_logits or options or of_log_probs):
             return super().forward(**arguments)
         given = {name: arguments.pop(name) for name in (*_LOSS_ARGUMENTS, *options) if name in arguments}
-        wants_more = any(options.get(name) for name in OUTPUT_OPTIONS)  # and the language model's are not handed on
+        wants_more = any(options.get(name) for name in OUTPUT_OPTIONS)  # stock's forward drops the language model's
         if wants_more or of_log_probs or not skip_logits:
             outputs = super().forward(**arguments, return_dict=True)
             given.pop("return_z_loss", None)
@@ -308,29 +312,29 @@ class CausalLMInside(Mixin):
         if shift_labels is None:
             given["shift_labels"] = shift(labels, given.get("ignore_index", -100))
         given.pop("labels", None)
-        spared = self.training and _spare_cache(inner, arguments)  # here: stock's forward reads the cache
+        spared = self.training and _spare_cache(inner, arguments)  # not in `inner`, whose cache stock's forward reads
         outputs = super().forward(**arguments, **given, skip_logits=True, return_dict=True)
         results = {name: value for name, value in outputs.items() if not (spared and name in CACHES)}
-        return output_class(self, spared)(loss=results.pop("logits"), **results)  # the first that it was given
+        return output_class(self, spared)(loss=results.pop("logits"), **results)  # stock takes the loss for logits
 
 
 def _outputs_without(output: type[ModelOutput]) -> dict[bool, type[ModelOutput]]:
-    """What a step returns that makes no logits, by whether a cache is spared, too."""
+    """Returns the output classes of a step without logits; key True: without a cache of keys and values, too."""
     return {False: output_without(output, "logits"), True: output_without(output, "logits", cache_in(output))}
 
 
 def _given_to(arguments: dict[str, object]) -> torch.Tensor | None:
-    """The tokens, or what stands for them."""
+    """Returns `inputs_embeds`, or else `input_ids`."""
     embeds = arguments.get("inputs_embeds")
     return arguments.get("input_ids") if embeds is None else embeds
 
 
 def _spare_cache(head: nn.Module, arguments: dict[str, object]) -> bool:
-    """Has a training step make no cache of keys and values, of which transformers' default makes a copy, where the
-    caller has not decided. Returns whether an unpatched model's would be of use."""
+    """Sets `use_cache=False` for a training step unless the caller has decided: transformers' default cache is a copy
+    of all keys and values. Returns whether an unpatched model would return a cache."""
     if any(arguments.get(name) is not None for name in ("use_cache", *CACHES)):
         return False
-    # Where there is no cache, transformers (4.53 on) reads documents from positions, and keeps them apart.
+    # Without a cache, transformers (4.53 on) finds packed documents by their positions, and masks them from each other.
     if arguments.get("position_ids") is not None and arguments.get("attention_mask") is None:
         return False
     given = _given_to(arguments)
@@ -345,7 +349,7 @@ def _spare_cache(head: nn.Module, arguments: dict[str, object]) -> bool:
 
 
 def _model_of(stock: type[nn.Module]) -> tuple[str, tuple[str, ...] | None]:
-    """The name of a head's model, and which arguments that gets; None: all that the head gets."""
+    """Returns the attribute that holds a head's model, and the arguments that this model receives (None: all)."""
     text = text_of(stock.forward) or ""
     call = MODEL_CALL.search(text)
     given = re.search(r"= self\.model\((.*)\)$", renamed(text), re.MULTILINE)
@@ -354,13 +358,13 @@ def _model_of(stock: type[nn.Module]) -> tuple[str, tuple[str, ...] | None]:
 
 
 def _passed_by(stock: type[nn.Module]) -> list[str]:
-    """Which of its arguments for the loss a head also gives to its model."""
+    """Returns the arguments for the loss that a head also passes to its model."""
     call = re.search(r"= self\.model\((.*)\)$", renamed(text_of(stock.forward) or ""), re.MULTILINE)
     return [name for name in ("labels", "logits_to_keep") if call and f"{name}={name}" in call[1]]
 
 
 def _output_of(stock: type[nn.Module]) -> tuple[type[ModelOutput], list[str]]:
-    """What a head returns, and the names of what it hands on from its model."""
+    """Returns a head's output class, and the names of the fields that it copies from its model's output."""
     text = renamed(text_of(stock.forward) or "")
     call = re.search(r"return (\w*CausalLMOutput\w*)\((.*)\)$", text, re.MULTILINE)
     if call is None:
@@ -370,8 +374,8 @@ def _output_of(stock: type[nn.Module]) -> tuple[type[ModelOutput], list[str]]:
 
 
 def _keep(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
-    """The positions whose logits are wanted: the last n (0: all), those of a 1-D index, or, row by row, of a 2-D index
-    [batch, n] or a 2-D bool mask [batch, seq] (which gives [n_true, hidden_size])."""
+    """Returns the hidden states of the positions to keep: the last n (0: all), a 1-D index, or for each row a 2-D index
+    [batch, n] or a 2-D bool mask [batch, seq]. The mask's result is [n_true, hidden_size]."""
     if isinstance(logits_to_keep, int):
         return hidden_states if logits_to_keep == 0 else hidden_states[:, -logits_to_keep:]
     if logits_to_keep.dim() < 2:

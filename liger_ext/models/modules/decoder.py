@@ -1,7 +1,7 @@
-"""The attention and the decoder layer of a Llama: what they do differently, in training and under torch.compile.
+"""Mixins for Llama's attention and decoder layer.
 
-Each class of a Llama here replaces the class of the same name in transformers; see `liger_ext.models.llama`. What it
-does is in a mixin, which also serves other models' classes that run the same code (`liger_ext.models.families`).
+`liger_ext.models.llama` uses them for the patches of Llama's classes. `liger_ext.models.patches` uses them for classes
+of other models that run the same code.
 """
 
 import ast
@@ -28,7 +28,7 @@ from liger_ext.models.training.recompute import recomputed, remade
 
 
 class Attention(Mixin):
-    """transformers' forward, in which the names of functions that apply rotary embeddings mean ours."""
+    """transformers' attention, in whose `forward` our functions apply the rotary embeddings."""
 
     @classmethod
     def look_at(cls, stock: type[nn.Module]) -> None:
@@ -36,7 +36,7 @@ class Attention(Mixin):
         cls.CALLS_OUTPUT = _only_calls(stock.forward, "o_proj")
 
 
-# 4.53 to 4.57: a checkpoint of a layer has its hooks inside.
+# In transformers 4.53 to 4.57 a checkpoint of a layer includes the layer's hooks.
 _HOOKS_ARE_CHECKPOINTED = any(
     "__call__" in vars(c) for c in modeling_llama.LlamaDecoderLayer.__mro__ if c is not nn.Module
 )
@@ -45,12 +45,13 @@ _HOOKS_ARE_CHECKPOINTED = any(
 class DecoderLayer(Mixin):
     """Adds the attention's output to the residual stream and normalises the sum in one op.
 
-    Where the linear layers are plain ones, a training step runs `models.training.nodes`, which keep less memory.
+    If the linear layers are plain ones, a training step runs the autograd nodes of `models.training.nodes`, which save
+    less memory.
     """
 
     liger_memory = "auto"
     OWN_STATE = ("_checkpoint_function",)
-    # The names of the layer's modules: the norm in front of the attention, that in front of the MLP, ...
+    # The names of the layer's modules: attention and MLP, each with the norm before it.
     INPUT_NORM, ATTENTION = "input_layernorm", "self_attn"
     NORM, FEED_FORWARD = "post_attention_layernorm", "mlp"
 
@@ -59,9 +60,9 @@ class DecoderLayer(Mixin):
         parameters = [*inspect.signature(stock.forward).parameters.values()][2:]
         cls.DEFAULTS = {p.name: p.default for p in parameters if p.kind is not p.VAR_KEYWORD}  # all but hidden_states
         calls = find_calls(ast.parse(text_of(stock.forward) or ""), f"self.{cls.ATTENTION}")
-        given = {keyword.arg for call in calls for keyword in call.keywords}  # none if there is no source to be read
+        given = {keyword.arg for call in calls for keyword in call.keywords}  # empty without source
         cls.WITHHELD = tuple(name for name in cls.DEFAULTS if name not in given) if given else ()
-        # Up to 4.53 layers return a tuple of the hidden states, and of the attention's weights if they are asked for.
+        # Up to 4.53 a layer returns a tuple: the hidden states, and with output_attentions the attention's weights.
         asks = "if output_attentions" in (text_of(stock.forward) or "if output_attentions")
         cls.RETURNS_WEIGHTS = "output_attentions" in cls.DEFAULTS and asks
 
@@ -69,7 +70,7 @@ class DecoderLayer(Mixin):
         norm = getattr(self, self.NORM)
         if not is_plain_rms_norm(norm):
             return super().forward(hidden_states, *args, **kwargs)
-        # The arguments differ between versions of transformers, but in each most of them go to the attention, by name.
+        # The arguments differ between versions of transformers. Most of them are passed on to the attention by name.
         arguments = {**self.DEFAULTS, **dict(zip(self.DEFAULTS, args, strict=False)), **kwargs}
         stream, attention, *others = self._attend(hidden_states, arguments)
         attention = self._of_attention(attention)
@@ -90,19 +91,20 @@ class DecoderLayer(Mixin):
         return self._results(hidden_states, arguments, others)
 
     def _of_attention(self, x: torch.Tensor) -> torch.Tensor:
-        """What of the attention's result is added to the residual stream."""
+        """Returns the summand for the residual stream, from the attention's result."""
         return x
 
     def _feed_forward(self, normed: torch.Tensor) -> torch.Tensor | tuple:
         return getattr(self, self.FEED_FORWARD)(normed)
 
     def _of_mlp(self, x: torch.Tensor | tuple, residual: torch.Tensor) -> torch.Tensor:
-        """What of the MLP's result is added to `residual`. Experts return what their router says as well, or rows."""
+        """Returns the summand for `residual`, from the MLP's result. Experts return a tuple with router logits, or
+        flattened rows."""
         x = x[0] if isinstance(x, tuple) else x
         return x if x.shape == residual.shape else x.view(residual.shape)
 
     def _results(self, hidden_states: torch.Tensor, arguments: dict[str, object], others: list) -> object:
-        """What the layer makes of the residual stream, and returns; `others` are the attention's other results."""
+        """Returns the layer's output, from the residual stream; `others` are the attention's other results."""
         if self.RETURNS_WEIGHTS:
             return (hidden_states, others[0]) if arguments["output_attentions"] else (hidden_states,)
         return hidden_states
@@ -113,7 +115,7 @@ class DecoderLayer(Mixin):
         return {name: value for name, value in arguments.items() if name not in self.WITHHELD}
 
     def _attend(self, hidden_states: torch.Tensor, arguments: dict[str, object]) -> tuple:
-        """The residual stream, what the attention adds to it, and the attention's other results: its weights, ..."""
+        """Returns the residual stream, the attention's result, and its other results, such as attention weights."""
         norm, attention = getattr(self, self.INPUT_NORM), getattr(self, self.ATTENTION)
         arguments = self._arguments_of_attention(arguments)
         if not is_plain_rms_norm(norm) or norm.raises_dtype(hidden_states):
@@ -134,15 +136,16 @@ class DecoderLayer(Mixin):
 
     @property
     def _gradient_checkpointing_func(self) -> Callable:
-        """What transformers (4.53 on) has each layer checkpoint itself with."""
+        """The function with which each layer checkpoints itself (transformers 4.53 on)."""
         function = self._checkpoint_function
         as_it_is = torch.compiler.is_compiling() or self.liger_memory == "fast"
         return function if as_it_is else counting_runs(self, function, self._is_forward, self.liger_memory == "min")
 
     @_gradient_checkpointing_func.setter
     def _gradient_checkpointing_func(self, function: Callable) -> None:
-        """For the stock class, if the patch is undone, and for the getter: torch.compile (2.11) finds a property again
-        where its own name is looked up in `__dict__`."""
+        """Stores the function under two names: in `__dict__` for the stock class, should the patch be reverted, and as
+        `_checkpoint_function` for the getter. If the getter read its own name from `__dict__`, torch.compile (2.11)
+        would call the getter again."""
         self.__dict__["_gradient_checkpointing_func"] = self._checkpoint_function = function
 
     @_gradient_checkpointing_func.deleter
@@ -150,13 +153,13 @@ class DecoderLayer(Mixin):
         del self.__dict__["_gradient_checkpointing_func"], self._checkpoint_function
 
     def adopt_checkpoint_function(self) -> None:
-        """One that was set before the patch."""
+        """Takes over a checkpoint function that was set before the patch."""
         if "_gradient_checkpointing_func" in self.__dict__:
             self._gradient_checkpointing_func = self.__dict__["_gradient_checkpointing_func"]
 
     def _is_forward(self, function: Callable) -> bool:
-        """Whether `function` is what transformers gives to a checkpoint, with no code of others in it: neither a
-        subclass's forward, nor a hook."""
+        """Returns whether `function` is the one that transformers passes to a checkpoint, without foreign code: neither
+        a subclass's forward nor a hook."""
         if not isinstance(function, functools.partial):
             return False
         if _HOOKS_ARE_CHECKPOINTED:
@@ -172,7 +175,8 @@ class DecoderLayer(Mixin):
         return torch.is_grad_enabled() or run_of(self) > 0  # a reentrant checkpoint's first run has gradients off
 
     def _level(self) -> str:
-        """Inside a checkpoint of the whole layer nothing is to be made a third time."""
+        """Returns the level of memory of this call: one with which a checkpoint of the whole layer computes nothing a
+        third time."""
         if run_of(self):
             return "low"
         if self.liger_memory not in ("low", "min"):
@@ -180,7 +184,7 @@ class DecoderLayer(Mixin):
         return "auto" if getattr(self, "gradient_checkpointing", False) and self.training else "low"
 
     def _linears_of_mlp(self, stream: torch.Tensor) -> list | None:
-        """Of an MLP that runs in one node with its norm."""
+        """Returns the linear layers of an MLP that can run in one node with its norm; None for any other MLP."""
         mlp = getattr(self, self.FEED_FORWARD)
         one_node = (
             self._is_differentiated()
@@ -197,8 +201,8 @@ class DecoderLayer(Mixin):
 
 
 class _Projected:
-    """An attention whose projections have run: they return their results, whatever they are called with. That of its
-    output is called as it is, or fused with an adapter."""
+    """An attention whose projections of queries, keys and values have run: called with any argument, they return these
+    results. The projection of the output runs unchanged, or fused with its adapter."""
 
     NAMES = ("q_proj", "k_proj", "v_proj")
 
@@ -214,8 +218,8 @@ class _Projected:
 
 
 def _sees_no_module(attention: nn.Module) -> bool:
-    """Whether attention is a function of transformers. One of the user's own gets the module itself, as it may keep
-    results on it, or read its weights."""
+    """Returns whether the attention function is from transformers. A user's function must receive the module itself,
+    because it may store results on it or read its weights."""
     names = vars(sys.modules[attention.STOCK_MODULE])
     functions, default = names.get("ALL_ATTENTION_FUNCTIONS"), names.get("eager_attention_forward")
     if functions is None or default is None:
@@ -225,14 +229,14 @@ def _sees_no_module(attention: nn.Module) -> bool:
 
 
 def _only_calls(forward: Callable, name: str) -> bool:
-    """Whether `forward` does nothing with the module of this name but call it."""
+    """Returns whether `forward` calls the module of this name and does nothing else with it."""
     code = text_of(forward)
     return code is not None and f"self.{name}(" in code and re.search(rf"\bself\.{name}\b(?!\()", code) is None
 
 
 def _calls_its_projections(forward: Callable) -> bool:
-    """Whether an attention's `forward` does nothing with its projections but call each of them once, on the hidden
-    states that it was given."""
+    """Returns whether an attention's `forward` calls each projection once, on its argument `hidden_states`, and uses
+    the projections and the values of `hidden_states` for nothing else."""
     code = text_of(forward)
     if code is None:
         return False
@@ -245,8 +249,8 @@ def _calls_its_projections(forward: Callable) -> bool:
 
 
 def _only_reads_itself(forward: Callable) -> bool:
-    """Whether an attention's `forward` does nothing with its module but read attributes, and hand it to the function
-    that attends (`_sees_no_module` looks at that): another object with the same attributes may then take its place."""
+    """Returns whether an attention's `forward` uses `self` only to read attributes and to pass it to the attention
+    function (see `_sees_no_module`). Then another object with the same attributes may replace `self`."""
     nodes = list(ast.walk(definition_of(forward) or ast.Name("self")))
     calls = (n for n in nodes if isinstance(n, ast.Call) and n.args)
     read = [n.value for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)]

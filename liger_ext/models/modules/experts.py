@@ -1,4 +1,5 @@
-"""Experts whose weights are one tensor each: the gated unit between their two matmuls."""
+"""Mixins for mixture-of-experts modules whose experts' weights are stored in one tensor. Our op replaces the gated
+activation between the two matmuls of the experts."""
 
 import math
 
@@ -12,10 +13,10 @@ from liger_ext.models.training.recompute import recomputed, remade
 
 
 class Experts:
-    """Mixtral's.
+    """Mixtral's experts.
 
-    transformers' implementations (5.0 on) sort the tokens by expert and run the matmuls; the "eager" one, a loop over
-    the experts, has no use for this, but in classes with a gate of their own.
+    transformers' implementations (5.0 on) sort the tokens by expert, and call `_apply_gate` between the matmuls. The
+    "eager" one, a loop over the experts, calls it only in classes that define their own.
     """
 
     liger_memory = "auto"
@@ -32,7 +33,7 @@ class Experts:
 
 
 class ClampedExperts(Clamps, Experts):
-    """DeepSeek V4's."""
+    """DeepSeek V4's experts: gate and up are clamped."""
 
     @classmethod
     def unit_of(cls, experts: nn.Module) -> tuple | None:
@@ -50,7 +51,7 @@ class ClampedExperts(Clamps, Experts):
 
 
 class SiluExperts(ClampedExperts):
-    """GLM 5's, and HY V4's: the SiLU is a function."""
+    """The experts of GLM 5 and HY V4: the SiLU is a function, not a module."""
 
     @classmethod
     def unit_of(cls, experts: nn.Module) -> tuple:
@@ -58,7 +59,7 @@ class SiluExperts(ClampedExperts):
 
 
 class SteepExperts(ClampedExperts):
-    """OpenAI Privacy Filter's, and MiniMax M3's."""
+    """The experts of OpenAI Privacy Filter and MiniMax M3: clamped, with a steeper SiLU."""
 
     ALPHA = "alpha"
 
@@ -68,7 +69,7 @@ class SteepExperts(ClampedExperts):
 
 
 class GptOssExperts(SteepExperts):
-    """Gate and up are alternate columns."""
+    """GPT-OSS's experts: gate and up are alternate columns."""
 
     @staticmethod
     def _halves(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,7 +77,8 @@ class GptOssExperts(SteepExperts):
 
 
 class Step3p7Experts(Experts):
-    """With a limit, the activation's result is clamped, and not what it reads; most layers have none."""
+    """Step 3.7's experts. A layer with a limit clamps the activation's result, not its input, and stays unpatched; most
+    layers have no limit."""
 
     @classmethod
     def unit_of(cls, experts: nn.Module) -> tuple | None:
@@ -84,7 +86,7 @@ class Step3p7Experts(Experts):
 
 
 class BatchedExperts(Experts):
-    """Llama 4's: each expert gets all tokens, scaled by what the router says."""
+    """Llama 4's experts: each processes all tokens, scaled by the router's weights."""
 
     @classmethod
     def unit_of(cls, experts: nn.Module) -> tuple | None:

@@ -1,7 +1,7 @@
-"""A language-model head that is called with its loss.
+"""A language-model head that computes its loss inside its own call.
 
-The fused loss reads the head's weight, so it runs inside the head's own call: what others have hung on that call does
-its work around it. FSDP and DeepSpeed gather the weight before, accelerate brings it to its device.
+The fused loss reads the head's weight. Inside the head's call, the hooks of other libraries have prepared the weight:
+FSDP and DeepSpeed gather it before the call, accelerate moves it to its device.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,47 +25,48 @@ _KNOWN_HOOKS = ("torch.distributed.fsdp.", "torch.distributed._composable.", "de
 @replaces(linear)
 class Linear(nn.Linear):
     def forward(self, input: torch.Tensor, loss: Loss | None = None) -> torch.Tensor | tuple:
-        """`loss`: what is to be made of the logits, without them."""
+        """Returns `loss(input, weight, bias)`, or, without `loss`, the logits."""
         if loss is None:
             return nn.Linear.forward(self, input)
         return loss(input, self.weight, self.bias)
 
 
 def loss_caller(head: nn.Module) -> Callable[..., tuple] | None:
-    """What calls `head` as `(hidden_states, loss=loss)`; None where it is more than a linear layer, or something on its
-    call waits for logits: LoRA, quantised weights, hooks of the user."""
+    """Returns a function that calls `head`, with the arguments `(hidden_states, loss=loss)`. None if the head is more
+    than a linear layer (LoRA, quantised weights), or a user's hook on its call expects logits."""
     path = _path(head)
     inner = path[-1]
     if not _is_linear(inner) or not linear_is_torchs():
         return None
     if all(map(only_forward_runs, path)) and not any(map(is_fsdp1, path)):
         return partial(Linear.forward, inner)
-    # Wrappers hand on what they are called with.
+    # Wrappers pass on their arguments.
     return head if isinstance(inner, Linear) and all(map(_takes_a_loss, path)) else None
 
 
 def used_linear(head: nn.Module) -> nn.Linear | None:
-    """The linear layer that `head` is, or calls: inside of FSDP1's wrapper; of PEFT's ModulesToSaveWrapper, the copy
-    that its active adapter trains."""
+    """Returns the linear layer that a call of `head` runs: `head`, the module inside FSDP1's wrapper, or the copy that
+    the active adapter of PEFT's ModulesToSaveWrapper trains. None if that module is no linear layer."""
     last = _path(head)[-1]
     return last if _is_linear(last) else None
 
 
 def heads_of(model: nn.Module) -> Iterator[nn.Module]:
-    """The linear layers that may be the head of `model`."""
+    """Returns the linear layers that may be the head of `model`."""
     return filter(_is_linear, _inside(model.lm_head))
 
 
 def device_of(head: nn.Module) -> torch.device | None:
-    """Where the weight of `used_linear(head)` is. One that is computed is not computed for that. None: not known."""
-    # FSDP1 may leave a module no parameters, but a view of its own as the weight.
+    """Returns the device of the weight of `used_linear(head)`, without computing that weight; None if not known."""
+    # FSDP1 may leave a module without parameters, and store a view of its own buffer as the attribute `weight`.
     linear = used_linear(head)
     weight = next(linear.parameters(), vars(linear).get("weight"))
     return None if weight is None else weight.device
 
 
 def _path(head: nn.Module) -> list[nn.Module]:
-    """`head`, what it calls with its arguments if it is a wrapper, and so on."""
+    """Returns the chain of modules that starts with `head`: a wrapper is followed by the module to which it passes its
+    arguments."""
     if is_fsdp1(head):
         return [head, *_path(head.module)]
     if _has_copies(head):
@@ -76,7 +77,7 @@ def _path(head: nn.Module) -> list[nn.Module]:
 
 
 def _inside(head: nn.Module) -> Iterator[nn.Module]:
-    """`head`, or everything that a wrapper may call in its place."""
+    """Yields `head`, or, if it is a wrapper, all modules that it may call."""
     if is_fsdp1(head):
         yield from _inside(head.module)
     elif _has_copies(head):
@@ -87,7 +88,7 @@ def _inside(head: nn.Module) -> Iterator[nn.Module]:
 
 
 def _has_copies(head: nn.Module) -> bool:
-    """PEFT's wrapper around a module of which each adapter trains a copy."""
+    """Returns whether `head` is PEFT's wrapper that holds a copy of a module for each adapter."""
     return derives_from(head, "ModulesToSaveWrapper")
 
 
@@ -97,17 +98,17 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _takes_a_loss(module: nn.Module) -> bool:
-    """Whether nothing around the call of `module` reads or changes what it returns."""
+    """Returns whether nothing around the call of `module` reads or changes its result."""
     if _has_any_global_hook() or not call_is_torchs(module) or not _hands_on(module):
         return False
     if any(not _is_from(hook, _KNOWN_HOOKS) for kind in hooks_of(module) for hook in kind.values()):
         return False
     state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
-    return getattr(getattr(state, "_mp_policy", None), "output_dtype", None) is None  # else the loss would be cast
+    return getattr(getattr(state, "_mp_policy", None), "output_dtype", None) is None  # a dtype would cast the loss
 
 
 def _hands_on(module: nn.Module) -> bool:
-    """Whether a `forward` on the instance is there for a hook of accelerate's own, around the class's `forward`."""
+    """Returns whether the instance has no `forward`, or accelerate's, which wraps the class's for its own hooks."""
     if "forward" not in module.__dict__:
         return True
     hook, inner = getattr(module, "_hf_hook", None), module.__dict__.get("_old_forward")

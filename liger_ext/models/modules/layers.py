@@ -1,4 +1,5 @@
-"""Decoder layers of other families than Llama: norms of results, factors, recurrent modules, further results."""
+"""Mixins for decoder layers that differ from Llama's: the results of the attention and of the MLP pass through a norm
+or dropout, or have a factor; or a recurrent module runs beside the attention, or in its place."""
 
 import ast
 
@@ -15,7 +16,7 @@ from liger_ext.models.training.recompute import recomputed, remade
 
 
 class SandwichLayer(DecoderLayer):
-    """The results of the attention and of the MLP pass modules as well: norms (Gemma 2), or dropout (Phi 3)."""
+    """A layer that passes the results of the attention and of the MLP through norms (Gemma 2) or dropout (Phi 3)."""
 
     AFTER_ATTENTION, NORM = "post_attention_layernorm", "pre_feedforward_layernorm"
     AFTER_FEED_FORWARD = "post_feedforward_layernorm"
@@ -28,7 +29,7 @@ class SandwichLayer(DecoderLayer):
 
 
 class ScaledLayer(DecoderLayer):
-    """Granite's."""
+    """Granite's layer: the results of the attention and of the MLP have a factor."""
 
     FACTOR = "residual_multiplier"
 
@@ -40,7 +41,8 @@ class ScaledLayer(DecoderLayer):
 
 
 class Gemma4Layer(SandwichLayer):
-    """Of some models the MLP has experts beside it, or each layer has inputs of its own; the result has a factor."""
+    """Gemma 4's layer. In some models experts run beside the MLP, or each layer has its own inputs. The result has a
+    factor."""
 
     def _of_mlp(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         if getattr(self, "enable_moe_block", False):
@@ -61,7 +63,7 @@ class Gemma4Layer(SandwichLayer):
 
 
 class RecurrentLayer(DecoderLayer):
-    """Has a module that is recurrent, and gets some of the layer's arguments."""
+    """A layer with a recurrent module, which receives some of the layer's arguments."""
 
     RECURRENT = "mamba"
 
@@ -80,7 +82,7 @@ class RecurrentLayer(DecoderLayer):
 
 
 class FalconH1Layer(RecurrentLayer):
-    """A recurrent module beside the attention: both read the same norm's output, and have factors."""
+    """Falcon-H1's layer: a recurrent module beside the attention. Both read one norm's output, and have factors."""
 
     def _attend(self, hidden_states: torch.Tensor, arguments: dict[str, object]) -> tuple:
         normed = getattr(self, self.INPUT_NORM)(hidden_states)
@@ -94,7 +96,7 @@ class FalconH1Layer(RecurrentLayer):
 
 
 class HybridLayer(RecurrentLayer):
-    """Qwen3-Next's: some layers have linear attention in place of the other, and the MLP may be experts."""
+    """Qwen3-Next's layer: some layers have linear attention in place of softmax attention; the MLP may be experts."""
 
     RECURRENT = "linear_attn"
 
@@ -113,14 +115,14 @@ class HybridLayer(RecurrentLayer):
 
 
 class IndexedLayer(DecoderLayer):
-    """GLM 5's, and Mistral Large 4's: the attention also returns which keys the next layer may look at."""
+    """The layer of GLM 5 and Mistral Large 4: the attention also returns the keys that the next layer may attend to."""
 
     def _results(self, hidden_states: torch.Tensor, arguments: dict[str, object], others: list) -> tuple:
         return hidden_states, others[-1]
 
 
 class HyperCLOVAXLayer(ScaledLayer):
-    """The results may have norms as well."""
+    """HyperCLOVA X's layer: norms may follow the attention and the MLP."""
 
     def _of_attention(self, x: torch.Tensor) -> torch.Tensor:
         return super()._of_attention(self.post_norm1(x))
@@ -130,7 +132,7 @@ class HyperCLOVAXLayer(ScaledLayer):
 
 
 class GraniteMoeSharedLayer(ScaledLayer):
-    """There may be an MLP beside the experts."""
+    """The layer of Granite MoE Shared: an MLP may run beside the experts."""
 
     def _feed_forward(self, normed: torch.Tensor) -> torch.Tensor:
         experts = super()._feed_forward(normed)
@@ -138,7 +140,7 @@ class GraniteMoeSharedLayer(ScaledLayer):
 
 
 class GraniteMoeHybridLayer(ScaledLayer, HybridLayer):
-    """Some layers are recurrent, and some have experts beside the MLP."""
+    """The layer of Granite MoE Hybrid: some layers are recurrent, and some have experts beside the MLP."""
 
     def _is_recurrent(self) -> bool:
         return self.mamba is not None
@@ -149,7 +151,7 @@ class GraniteMoeHybridLayer(ScaledLayer, HybridLayer):
 
 
 class OnlyRecurrentLayer(HybridLayer):
-    """Jamba's with Mamba, and a recurrent one of OLMo's: there is no attention."""
+    """A layer without attention: Jamba's layer with Mamba, and OLMo's recurrent layer."""
 
     def _is_recurrent(self) -> bool:
         return True
@@ -161,7 +163,7 @@ class BambaLayer(HybridLayer):
 
 
 class Lfm2Layer(HybridLayer):
-    """Some layers are convolutions."""
+    """LFM 2's layer: some layers have a convolution in place of the attention."""
 
     def _is_recurrent(self) -> bool:
         return not self.is_attention_layer

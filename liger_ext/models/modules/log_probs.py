@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of a causal language model's targets, and its loss, which is made of them."""
+"""Log-probabilities and entropies of a causal language model's targets, and the loss that is computed from them."""
 
 import numbers
 from collections.abc import Callable
@@ -17,8 +17,7 @@ from liger_ext.models.patching.swap import is_plain_tensor
 from liger_ext.ops._checks import accumulator
 
 _FLAGS = "return_log_probs", "return_entropy"
-# Arguments of a model's forward that give its loss, or what is returned with it, another meaning than log-probabilities
-# have.
+# Arguments of a model's forward that change the loss or its further results, so that they contradict log-probabilities.
 _OTHERS = (*VALUE_OPTIONS, "accum_dtype", "return_predicted_tokens")
 
 
@@ -30,21 +29,21 @@ class LogProbsLoss(NamedTuple):
 
 
 def take_options(arguments: dict[str, object], has_labels: bool, against: str | None) -> dict[str, object] | None:
-    """Takes `return_log_probs` and what belongs to it out of the arguments of a model's forward.
+    """Checks `return_log_probs` and its options, and removes them from the arguments of a model's forward.
 
     Args:
-        against: why this model cannot return log-probabilities, if there is a reason.
+        against: the reason why this model cannot return log-probabilities, or None.
 
     Returns:
-        Options for the functions below; None where log-probabilities are not asked for.
+        Options for the functions below; None if log-probabilities are not requested.
 
     Raises:
-        TypeError, ValueError: log-probabilities are asked for in a way that has no meaning, or of a model that cannot
-            return them.
+        TypeError, ValueError: log-probabilities are requested with arguments that contradict them, or from a model that
+            cannot return them.
     """
     asked = _flag("return_log_probs", arguments)
     if not asked and against is not None:
-        return None  # a loss of the user's own may have any arguments
+        return None  # a user's own loss may have any arguments
     entropy = _flag("return_entropy", arguments)
     if not asked:
         if entropy:
@@ -58,13 +57,13 @@ def take_options(arguments: dict[str, object], has_labels: bool, against: str | 
     if against is not None:
         raise ValueError(f"return_log_probs=True: {against}")
     if not has_labels:
-        raise ValueError("return_log_probs=True needs the tokens to be judged: pass labels or shift_labels")
+        raise ValueError("return_log_probs=True needs targets: pass labels or shift_labels")
     given = {name: arguments.pop(name) for name in _OTHERS if name in arguments}
     wrong = [name for name, value in given.items() if isinstance(value, Tensor) or value]
     if wrong:
         raise ValueError(
             f"return_log_probs=True is given with {', '.join(wrong)}, but output.loss is then the mean of -log_probs "
-            "and nothing else: leave out the one or the other"
+            "and nothing else: leave out return_log_probs, or the other arguments"
         )
     temperature = arguments.pop("temperature", None)
     temperature = 1.0 if temperature is None else temperature
@@ -99,11 +98,11 @@ def fused_log_probs(
     memory: str | int = "auto",
     **options,
 ) -> LogProbsLoss:
-    """Of `lm_head(hidden_states) * logit_scale`, without keeping logits; arguments as in `fused_causal_lm_loss`, and
-    `options` as in `_of_logits`.
+    """Computes log-probabilities and loss of `lm_head(hidden_states) * logit_scale`, without keeping logits. Arguments
+    are those of `fused_causal_lm_loss`, and `options` those of `_of_logits`.
 
-    A head that is more than a linear layer is called for some rows at a time, and a second time in the backward. All
-    its logits exist where they have to, or where they are few enough.
+    A head that is more than a linear layer is called chunk by chunk, and again in the backward. It is called once for
+    all rows if that is necessary, or if the logits fit.
     """
     warn_if_replaced(function, "return_log_probs=True makes the loss of log-probabilities")
     call = loss_caller(lm_head)
@@ -127,7 +126,7 @@ def fused_log_probs(
 
     if call is None:
         found = _of_called(lm_head, hidden_states, *of_labels, logit_scale, memory, options)
-    else:  # A plain tuple: hooks take it apart and make it anew.
+    else:  # A plain tuple, because hooks unpack and rebuild tuples.
         found = LogProbsOutput(*call(hidden_states, loss=lambda *arguments: tuple(of_linear(*arguments))))
     return _with_loss(found, *of_labels, num_items_in_batch)
 
@@ -143,7 +142,7 @@ def log_probs_of_logits(
     max_rows: object = None,
     **options,
 ) -> LogProbsLoss:
-    """As `fused_log_probs`, of logits [..., vocab_size]. `memory` and `max_rows` have no meaning here."""
+    """Computes `fused_log_probs` from logits [..., vocab_size]. Ignores `memory` and `max_rows`."""
     of_labels = _shifted(labels, shift_labels, ignore_index), ignore_index
     return _with_loss(_of_logits(logits, *of_labels, **options), *of_labels, num_items_in_batch)
 
@@ -184,11 +183,11 @@ def _of_logits(
     is_top1: bool,
     logits_dtype: torch.dtype | None = None,
 ) -> LogProbsOutput:
-    """As `functional.linear_log_probs` of the hidden states, whose arguments and results these are; [rows]."""
+    """Computes `functional.linear_log_probs` from logits, with the same options and results; [rows]."""
     if logits_dtype not in (None, logits.dtype):
         raise ValueError(
-            f"return_log_probs=True: logits_dtype is {logits_dtype!r}, but here the head itself makes the logits, in "
-            f"{logits.dtype}: leave it out (skip_logits=False and heads that are more than a linear layer have none)"
+            f"return_log_probs=True: logits_dtype is {logits_dtype!r}, but here the head itself computes the logits, "
+            f"in {logits.dtype}: leave it out (with skip_logits=False, or a head that is more than a linear layer)"
         )
     if not is_plain_tensor(logits):
         raise ValueError(

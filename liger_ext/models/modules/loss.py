@@ -1,4 +1,4 @@
-"""The causal language model's loss, from hidden states or logits, with the meaning of transformers' ForCausalLMLoss."""
+"""Computes a causal language model's loss from hidden states or logits, as transformers' ForCausalLMLoss defines it."""
 
 import functools
 from collections import OrderedDict
@@ -21,7 +21,7 @@ from liger_ext.models.patching.swap import is_plain_tensor
 from liger_ext.models.patching.warn import warn
 from liger_ext.ops._checks import class_targets
 
-# Arguments of a model's forward for the loss: what changes its value, what is returned with it, how it is made.
+# Arguments of a model's forward for the loss: some change its value, some add results, some control the computation.
 VALUE_OPTIONS = ("label_smoothing", "lse_square_scale", "ce_weight", "use_token_scaling")
 OUTPUT_OPTIONS = ("return_token_accuracy", "return_predicted_tokens", "return_z_loss")
 FUSED_OPTIONS = ("accum_dtype", "memory", "max_rows")
@@ -30,18 +30,18 @@ MEMORY_LEVELS = ("fast", "auto", "low", "min")
 
 @dataclass
 class LigerCausalLMOutputWithPast(CausalLMOutputWithPast):
-    """`CausalLMOutputWithPast`, and what the fused loss can count on its way.
+    """`CausalLMOutputWithPast` with further results of the fused loss.
 
     Args:
         token_accuracy: fp32 scalar, the share of correct predictions among the targets that are not ignored; with
             `return_token_accuracy=True`.
         predicted_tokens: int64 [rows], the most likely token of each row of the flattened batch, -1 where the target is
-            ignored; with `return_predicted_tokens=True`. Flat, as upstream's: `.view(labels.shape)` gives it the shape
-            that the op's own `predicted_tokens` have, that of the targets.
-        log_probs: fp32, in the shape of the labels: at each position the log-probability of the label of the next one
-            (of `shift_labels`, of the position's own), 0 where that is ignored; with `return_log_probs=True`.
-        entropy: fp32, in the same shape, of the distribution that the label is judged by, 0 where that is ignored; with
-            `return_log_probs=True, return_entropy=True`.
+            ignored; with `return_predicted_tokens=True`. Flat, as Liger-Kernel's: `.view(labels.shape)` gives it the
+            shape of the targets, which the op's own `predicted_tokens` have.
+        log_probs: fp32, in the shape of the labels: at each position the log-probability of the next position's label
+            (with `shift_labels`, of its own label), 0 if that is ignored; with `return_log_probs=True`.
+        entropy: fp32, in the same shape: the entropy of the distribution from which the label's log-probability is
+            taken, 0 if the label is ignored; with `return_log_probs=True, return_entropy=True`.
     """
 
     token_accuracy: torch.Tensor | None = None
@@ -50,13 +50,13 @@ class LigerCausalLMOutputWithPast(CausalLMOutputWithPast):
     entropy: torch.Tensor | None = None
 
 
-# Its further results.
+# The fields that `LigerCausalLMOutputWithPast` adds.
 RESULTS = tuple(LigerCausalLMOutputWithPast.__annotations__)
 
 
 @functools.cache
 def liger_output(cls: type[ModelOutput]) -> type[ModelOutput]:
-    """What a head of transformers returns, `cls`, with the further results of `LigerCausalLMOutputWithPast`."""
+    """Returns a transformers head's output class, `cls`, with the added fields of `LigerCausalLMOutputWithPast`."""
     if cls is CausalLMOutputWithPast:
         return LigerCausalLMOutputWithPast
     fields = [(name, torch.Tensor | None, None) for name in RESULTS]
@@ -65,12 +65,12 @@ def liger_output(cls: type[ModelOutput]) -> type[ModelOutput]:
 
 
 class _Without:
-    """Those of `output_without`: the fields that they do not have are `without`."""
+    """Base of the classes of `output_without`, which lack the fields `without`."""
 
     without: ClassVar[tuple[str, ...]] = ()
 
     def __getitem__(self, key: str | int | slice) -> object:
-        """A field by its name, or one or several of the places in the tuple that an unpatched model returns."""
+        """Returns a field by its name, or entries by their index in the tuple that an unpatched model returns."""
         if isinstance(key, str):
             if key in self.without and key not in self.keys():
                 raise KeyError(_WHY_NOT_MADE[key])
@@ -85,10 +85,10 @@ class _Without:
 
 @functools.cache
 def output_without(cls: type[ModelOutput], *names: str) -> type[ModelOutput]:
-    """`liger_output` of a step that did not make what an unpatched model returns as `names`: logits, past_key_values.
+    """Returns `liger_output(cls)` for a step that did not compute the values `names` (logits, past_key_values).
 
-    Reading one raises an error that says how to get it. No field has its name: what goes through an output field by
-    field (DistributedDataParallel, FSDP, pickle) never reads it.
+    Reading one of them raises an error with a hint how to get it. They are not dataclass fields, so that code that
+    iterates over an output's fields (DistributedDataParallel, FSDP, pickle) never reads them.
     """
     names_of_class = {"__module__": __name__, "__qualname__": name_of(cls) + _WITHOUT + _AND.join(names)}
     fields = [(name, ClassVar[None], _not_made(name)) for name in names]
@@ -100,30 +100,30 @@ def output_without(cls: type[ModelOutput], *names: str) -> type[ModelOutput]:
     )
 
 
-CACHES = "past_key_values", "cache"  # of keys and values: its name up to transformers 5.23, and from 5.24 on
+CACHES = "past_key_values", "cache"  # names of the cache of keys and values: up to transformers 5.23, from 5.24 on
 
 
 def cache_in(output: type[ModelOutput]) -> str:
-    """The name that the cache of keys and values has in this class of outputs."""
+    """Returns the name of the cache of keys and values in this output class."""
     return next((name for name in CACHES if name in output.__dataclass_fields__), CACHES[0])
 
 
 _WITHOUT, _AND = "__without_", "_and_"
 _WHY_NOT_MADE = {
-    "logits": "this output has no logits: with labels, a patched model in training, or that is called with "
-    "return_log_probs=True, computes the loss without them. For the logits, call model(..., skip_logits=False); where "
-    "they are optional, getattr(output, 'logits', None) is None",
+    "logits": "this output has no logits: with labels, a patched model computes the loss without them in training, and "
+    "with return_log_probs=True. For the logits, call model(..., skip_logits=False); where they are optional, use "
+    "getattr(output, 'logits', None), which is None",
 }
 for _name in CACHES:
     _WHY_NOT_MADE[_name] = (
-        f"this output has no {_name}: with labels, a patched model in training makes no cache of keys and values "
-        f"unless it is asked for one. For the cache, call model(..., use_cache=True); where it is optional, "
-        f"getattr(output, {_name!r}, None) is None"
+        f"this output has no {_name}: with labels, a patched model builds no cache of keys and values in training. "
+        f"For the cache, call model(..., use_cache=True); where it is optional, use "
+        f"getattr(output, {_name!r}, None), which is None"
     )
 
 
 def _not_made(name: str) -> property:
-    """What was not made can be set, as any field: users who are done with logits set them to None."""
+    """Returns a property that raises when it is read before it is set. (Users set logits to None after use.)"""
 
     def read(output: ModelOutput) -> object:
         if name in output.__dict__:
@@ -142,7 +142,7 @@ def _not_made(name: str) -> property:
 
 
 def __getattr__(name: str) -> object:
-    """Classes that the two functions above make: pickled outputs look for them."""
+    """Returns the classes of `liger_output` and `output_without` by name, for pickled outputs."""
     base, _, missing = name.partition(_WITHOUT)
     cls = class_of(base)
     if cls is None:
@@ -162,17 +162,17 @@ def fused_causal_lm_loss(
     function: Callable = functional.fused_linear_cross_entropy,
     **options,
 ) -> CrossEntropyOutput:
-    """The loss of `lm_head(hidden_states) * logit_scale` against the labels, without keeping logits.
+    """Computes the loss of `lm_head(hidden_states) * logit_scale` against the labels, without keeping logits.
 
-    Where the head is more than a linear layer (LoRA, quantised weights), it is called, for some rows at a time. Where
-    hooks of the user wait for its logits, or its weight is no plain tensor in its own call, they exist as a whole.
+    A head that is more than a linear layer (LoRA, quantised weights) is called chunk by chunk. All logits exist at once
+    if a user's hook expects them, or if the weight is not a plain tensor inside the head's call.
 
     Args:
         hidden_states: [..., hidden_size].
-        labels: [...] int64, of the positions of `hidden_states`; each position is judged by its successor's label.
-        shift_labels: [...] int64, labels shifted already; `labels` is not read then.
-        num_items_in_batch: what the summed loss is divided by. None: the number of targets that are not ignored.
-        rows: of `counted_rows`.
+        labels: [...] int64, of the positions of `hidden_states`; the target of a position is the next one's label.
+        shift_labels: [...] int64, labels that are already shifted; `labels` is then ignored.
+        num_items_in_batch: the divisor of the summed loss. None: the number of targets that are not ignored.
+        rows: from `counted_rows`.
         function: computes the loss of a head that is a plain linear layer.
         options: of `functional.fused_linear_cross_entropy`.
 
@@ -202,7 +202,7 @@ def fused_causal_lm_loss(
             )
         )
 
-    # A plain tuple: hooks take it apart and make it anew.
+    # A plain tuple, because hooks unpack and rebuild tuples.
     return CrossEntropyOutput(*call(hidden_states, loss=lambda *arguments: tuple(loss(*arguments))))
 
 
@@ -244,8 +244,9 @@ def counted_rows(
     max_rows: int | None = None,
     **_,
 ) -> dict[str, object]:
-    """`fused_causal_lm_loss`'s `shift_labels`, and `rows`, which are counted from now on; nothing, where it has no use
-    for them, or labels are on another device, or are not what they are to be. A graph takes `max_rows` alone."""
+    """Returns the arguments `shift_labels` and `rows` of `fused_causal_lm_loss`, and starts to count the rows. Returns
+    no arguments if that loss cannot use them, or if the labels are on another device or not a plain int64 tensor. In a
+    graph of torch.compile `max_rows` is required."""
     given = labels if shift_labels is None else shift_labels
     if max_rows is None and torch.compiler.is_compiling():
         return {}
@@ -273,13 +274,14 @@ def causal_lm_loss(
     max_rows: object = None,
     **options,
 ) -> CrossEntropyOutput:
-    """The loss of logits [..., vocab_size], without an fp32 copy of them; arguments as in `fused_causal_lm_loss`.
+    """Computes the loss of logits [..., vocab_size], without an fp32 copy; arguments as in `fused_causal_lm_loss`.
 
-    `accum_dtype`, `memory` and `max_rows` have no meaning here. `use_token_scaling` needs the fused loss: ValueError.
+    Ignores `accum_dtype`, `memory` and `max_rows`. Raises ValueError for `use_token_scaling`, which needs the fused
+    loss.
     """
     if use_token_scaling:
         raise ValueError("use_token_scaling needs the loss fused with lm_head: a plain nn.Linear, and no logits wanted")
-    if not is_plain_tensor(logits):  # sharded by tensor parallelism, which has a loss of its own (loss_parallel)
+    if not is_plain_tensor(logits):  # sharded by tensor parallelism, which has its own loss (loss_parallel)
         softcap = options.pop("softcap", None)
         if softcap is not None:
             logits = softcapped(logits, softcap)
@@ -313,21 +315,21 @@ def causal_lm_cross_entropy(
     shift_labels: torch.Tensor | None = None,
     **kwargs,
 ) -> torch.Tensor:
-    """`causal_lm_loss` with the signature of transformers' ForCausalLMLoss, for `model.loss_function`."""
+    """Computes `causal_lm_loss` with the signature of transformers' ForCausalLMLoss, for `model.loss_function`."""
     options = {name: kwargs[name] for name in VALUE_OPTIONS if name in kwargs}
     return causal_lm_loss(logits, labels, shift_labels, num_items_in_batch, ignore_index, **options).loss
 
 
 def softcapped(logits: torch.Tensor, softcap: float) -> torch.Tensor:
-    """Logits that are bounded smoothly: softcap * tanh(logits / softcap)."""
+    """Bounds the logits smoothly: softcap * tanh(logits / softcap)."""
     return softcap * torch.tanh(logits / softcap)
 
 
 def shift(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """Each position's label is that of the position after it; the last one's is ignored.
+    """Shifts labels by one: a position's label becomes the next position's, and the last one's becomes `ignore_index`.
 
     Raises:
-        ValueError: labels with more dimensions than batch and sequence, of which the last one would be shifted.
+        ValueError: labels have more dimensions than batch and sequence; a shift along the last would be wrong.
     """
     if labels.dim() > 2:
         raise ValueError(f"labels have shape {list(labels.shape)}, expected [batch, sequence]")
@@ -337,12 +339,12 @@ def shift(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
 def _targets(
     labels: torch.Tensor | None, shift_labels: torch.Tensor | None, ignore_index: int, rows: torch.Tensor
 ) -> torch.Tensor:
-    """What each row of the flattened batch predicts: the label of the position after it, and nothing at the end."""
+    """Returns the target of each row of the flattened batch: the next position's label, `ignore_index` at the end."""
     return row_targets(shift(labels, ignore_index) if shift_labels is None else shift_labels, rows)
 
 
 def row_targets(shift_labels: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The flattened labels, on the device of `rows`.
+    """Returns the flattened labels, on the device of `rows`.
 
     Raises:
         ValueError: labels for more or fewer positions than `rows` has.

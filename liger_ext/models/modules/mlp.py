@@ -1,4 +1,6 @@
-"""Feed-forward layers: which op makes what the last projection reads, by the activation that a module has."""
+"""Mixins for feed-forward layers. Most have a gate: `down(act(gate(x)) * up(x))`. One of our ops computes the input of
+the last projection, `down`; the class of the module's activation selects the op. With an activation that has no op, the
+module runs transformers' code."""
 
 import math
 import types
@@ -16,7 +18,7 @@ from liger_ext.models.training.recompute import recomputed, remade
 
 
 def _known_as(cls: type[nn.Module]) -> str | None:
-    """Which activation `cls`, of transformers, computes by its code, its constructor included."""
+    """Returns the activation that a transformers class computes, by the code of its `__init__` and `forward`."""
     forms = [form_of(vars(cls)[name], cls) for name in ("__init__", "forward") if name in vars(cls)]
     entry = None if None in forms else find("activation", Form("\n".join(form.text for form in forms)))
     return entry and entry.replacement
@@ -37,16 +39,16 @@ _RELU_SQUARED = _classes("relu_squared")
 
 
 class MLP:
-    """``down(act(gate(x)) * up(x))``, Llama's: gate and up are projections of their own.
+    """Llama's MLP, ``down(act(gate(x)) * up(x))``: gate and up are separate projections.
 
-    The attributes in capitals are names of attributes of the module; None: it has no such thing.
+    The attributes in capitals hold names of the module's attributes. None: the module has no such attribute.
     """
 
     liger_memory = "auto"
     GATE, UP, DOWN, ACTIVATION = "gate_proj", "up_proj", "down_proj", "act_fn"
-    BEFORE_DOWN: str | None = None  # a module that the last projection's input passes: dropout, or a norm
-    FACTOR: str | None = None  # of the result
-    # By the activation's class: the op, and what it takes behind gate and up.
+    BEFORE_DOWN: str | None = None  # a module before the last projection: dropout, or a norm
+    FACTOR: str | None = None  # a factor of the result
+    # By the activation's class: the op, and its arguments after gate and up.
     UNITS: ClassVar[dict[type, tuple]] = {
         **dict.fromkeys(_SILU, (functional.swiglu, 1, 1)),
         **dict.fromkeys(_GELU, (functional.geglu, "none")),
@@ -55,11 +57,12 @@ class MLP:
 
     @classmethod
     def unit_of(cls, mlp: nn.Module) -> tuple | None:
-        """By the activation's module, as users put others in its place."""
+        """Returns the op for the activation that `mlp` has now, since users replace it, and the op's options. None if
+        there is no op."""
         return cls.UNITS.get(type(getattr(mlp, cls.ACTIVATION, None)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # The activation may be one put in its place since, or have a hook.
+        # Since the patch, the activation may have been replaced, or have got a hook.
         if not (self.unit_of(self) and only_activation_runs(getattr(self, self.ACTIVATION, None))):
             return super().forward(x)
         return recomputed(self, self._run, x) if self.liger_memory in ("low", "min") else self._run(x)
@@ -71,8 +74,8 @@ class MLP:
         return self._run_down(gate, up)
 
     def _gate_and_up(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the unit reads. The projections are called in transformers' order: dropout in adapters draws its random
-        numbers in it."""
+        """Returns the inputs of the gated activation. The projections run in transformers' order, in which dropout in
+        adapters draws its random numbers."""
         return getattr(self, self.GATE)(x), getattr(self, self.UP)(x)
 
     def _run_stock_unit(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -92,7 +95,7 @@ class MLP:
 
 
 class PackedMLP(MLP):
-    """Phi 3's: gate and up are the halves of one projection's result."""
+    """Phi 3's MLP: gate and up are the halves of one projection's result."""
 
     GATE_UP, ACTIVATION = "gate_up_proj", "activation_fn"
     UNITS: ClassVar[dict[type, tuple]] = {
@@ -106,7 +109,7 @@ class PackedMLP(MLP):
 
 
 class SiluMLP(MLP):
-    """Lfm 2's: the SiLU is a function."""
+    """LFM 2's MLP: the SiLU is a function, not a module."""
 
     @classmethod
     def unit_of(cls, mlp: nn.Module) -> tuple:
@@ -117,7 +120,7 @@ class SiluMLP(MLP):
 
 
 class SparseMLP(MLP):
-    """Gemma 3n's: in some layers most columns of the gate are set to zero. These layers stay as they are."""
+    """Gemma 3n's MLP: some layers set most columns of the gate to zero. These layers stay unpatched."""
 
     @classmethod
     def unit_of(cls, mlp: nn.Module) -> tuple | None:
@@ -125,14 +128,14 @@ class SparseMLP(MLP):
 
 
 class DropoutMLP(MLP):
-    """Seed-OSS's."""
+    """Seed-OSS's MLP: dropout follows the last projection."""
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.dropout(super()._run(x), p=self.residual_dropout, training=self.training)
 
 
 class ScaledMLP(MLP):
-    """Falcon-H1's: the gate and the result have factors, and up is the first of the projections."""
+    """Falcon-H1's MLP: the gate and the result have factors, and the projection of up runs first."""
 
     UNITS: ClassVar[dict[type, tuple]] = dict.fromkeys(_SILU, (functional.swiglu,))
 
@@ -153,7 +156,7 @@ class ScaledMLP(MLP):
 
 
 class VectorScaledMLP(MLP):
-    """Dory's: gate and up have learned factors, column by column, and a norm is before the last projection."""
+    """Dory's MLP: gate and up have a learned factor for each column, and a norm precedes the last projection."""
 
     GATE_VECTOR, UP_VECTOR, VECTOR_SCALE = "suv_gate", "suv_up", "suv_scale"
 
@@ -164,10 +167,11 @@ class VectorScaledMLP(MLP):
 
 
 class Clamps:
-    """Of gate and up, before the unit; torch's own. The names are those of the module's attributes."""
+    """Clamps gate and up before the gated activation, by torch's own op. The attributes in capitals hold names of the
+    module's attributes."""
 
-    LIMIT = "limit"  # of the gate from above, and of up from both sides
-    ALPHA: str | None = None  # with one, the gate's SiLU is x * sigmoid(alpha * x), and up is shifted by 1
+    LIMIT = "limit"  # bounds the gate from above, and up from both sides
+    ALPHA: str | None = None  # if set, the gate's SiLU is x * sigmoid(alpha * x), and up is shifted by 1
 
     @classmethod
     def steep_unit_of(cls, module: nn.Module) -> tuple | None:
@@ -181,14 +185,14 @@ class Clamps:
 
 
 class ClampedMLP(Clamps, MLP):
-    """DeepSeek V4's."""
+    """DeepSeek V4's MLP: gate and up are clamped."""
 
     def _gate_and_up(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._clamped(*super()._gate_and_up(x))
 
 
 class SteepMLP(Clamps, MLP):
-    """MiniMax M3's: gate and up are the halves of one projection's result, and the SiLU is steeper."""
+    """MiniMax M3's MLP: gate and up are the halves of one projection's result, and the SiLU is steeper."""
 
     GATE_UP, ALPHA = "gate_up_proj", "swiglu_alpha"
 
@@ -201,7 +205,8 @@ class SteepMLP(Clamps, MLP):
 
 
 class Step3p7MLP(MLP):
-    """With a limit, the activation's result is clamped, and not what it reads; most layers have none."""
+    """Step 3.7's MLP. A layer with a limit clamps the activation's result, not its input, and stays unpatched; most
+    layers have no limit."""
 
     @classmethod
     def unit_of(cls, mlp: nn.Module) -> tuple | None:
@@ -209,7 +214,7 @@ class Step3p7MLP(MLP):
 
 
 class UngatedMLP(MLP):
-    """Nemotron's: the square of a ReLU, and no gate."""
+    """Nemotron's MLP: the square of a ReLU, without a gate."""
 
     UNITS: ClassVar[dict[type, tuple]] = dict.fromkeys(_RELU_SQUARED, (functional.relu_squared,))
 
@@ -218,19 +223,20 @@ class UngatedMLP(MLP):
 
 
 def only_activation_runs(act_fn: nn.Module | None) -> bool:
-    """Whether a call of `act_fn`, of a class of `UNITS`, does what the class is there for. None: the activation is a
-    function, which no module holds."""
+    """Returns whether a call of `act_fn`, of a class in `UNITS`, computes only the activation of that class. None: the
+    activation is a function, not a module."""
     if act_fn is None:
         return not exports_onnx()
     return only_forward_runs(act_fn) and _has_its_own_gelu(act_fn)
 
 
 def _has_its_own_gelu(act_fn: nn.Module) -> bool:
-    """Some of transformers' classes keep the function that they call, where another may be put in its place."""
+    """Returns whether `act_fn` calls the GELU of its class. Some of transformers' classes store this function in an
+    attribute, which other code may replace."""
     function = vars(act_fn).get("act")
     if function is None:
         return True
-    if isinstance(function, types.MethodType):  # the same by PyTorch's simpler functions
+    if isinstance(function, types.MethodType):  # the class's method that computes the same by simpler ops
         return function.__func__ in vars(type(act_fn)).values()
     given = {"approximate": "tanh"} if type(act_fn) in _GELU_TANH else {}
     return getattr(function, "func", function) is nn.functional.gelu and getattr(function, "keywords", {}) == given

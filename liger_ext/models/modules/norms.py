@@ -1,4 +1,4 @@
-"""Norms of one weight: what each class of transformers' computes, and how it is rounded."""
+"""Mixins for transformers' norms, whose classes differ in how they apply the weight and where they round."""
 
 import functools
 
@@ -14,14 +14,14 @@ from liger_ext.models.training.recompute import recomputed
 
 
 class Norm:
-    """A norm of one weight."""
+    """A norm with one weight, or none."""
 
     liger_memory = "auto"
-    # Of functional.rms_norm. torch.compile(dynamic=True) makes a variable of a float that it finds in a class, and not
-    # of an int; those that it makes inside of a checkpoint it does not find in the next one.
+    # Arguments of functional.rms_norm. OFFSET is an int, because torch.compile(dynamic=True) turns a class's float into
+    # a variable. If it does so inside a checkpoint, it does not find the variable in the next checkpoint.
     OFFSET, CASTING = 0, "llama"
-    EPS = "variance_epsilon"  # the name of the attribute
-    IS_PLAIN = False  # whether `forward` does what `functional.rms_norm` does, and nothing else
+    EPS = "variance_epsilon"  # the name of the module's attribute
+    IS_PLAIN = False  # whether `forward` computes `functional.rms_norm` and nothing else
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         fits = _is_plain(self) and self.weight.shape == hidden_states.shape[-1:]
@@ -30,21 +30,21 @@ class Norm:
         return recomputed(self, self._normalise, hidden_states, *self.liger_arguments())
 
     def liger_arguments(self) -> tuple[torch.Tensor, float, float, str]:
-        """Those of `functional.rms_norm` behind the first."""
+        """Returns the arguments of `functional.rms_norm` after the first."""
         return self.weight, self._eps(), float(self.OFFSET), self.CASTING
 
     def _eps(self) -> float:
         return getattr(self, self.EPS)
 
     def raises_dtype(self, *summands: torch.Tensor) -> bool:
-        """Whether the result has a wider dtype than the input, the sum of `summands`."""
+        """Returns whether the result has a wider dtype than the input, the sum of `summands`."""
         return False
 
     _normalise = staticmethod(functional.rms_norm)
 
 
 class RMSNorm(Norm):
-    """Llama's: rounded to the input's dtype before the weight is multiplied with it."""
+    """Llama's norm: rounds to the input's dtype before it multiplies by the weight."""
 
     IS_PLAIN = True
 
@@ -59,13 +59,13 @@ class RMSNorm(Norm):
 
 
 class RMSNormInFloat(Norm):
-    """OLMo 2's: rounded once, after the weight."""
+    """OLMo 2's norm: rounds once, after it multiplies by the weight."""
 
     CASTING, IS_PLAIN = "gemma", True
 
 
 class Gemma4RMSNorm(RMSNormInFloat):
-    """May have no weight."""
+    """Gemma 4's norm, which may have no weight."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if self.with_scale:
@@ -76,15 +76,15 @@ class Gemma4RMSNorm(RMSNormInFloat):
 
 
 class WeightlessRMSNorm(RMSNormInFloat):
-    """Llama 4's, of queries and keys, NanoChat's, and DeepSeek V4's, where the reciprocal is rounded as well."""
+    """The norm of Llama 4's queries and keys, of NanoChat, and of DeepSeek V4, which also rounds the reciprocal."""
 
     IS_PLAIN = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not has_known_methods(self):
             return super(Norm, self).forward(x)
-        # Not in a checkpoint: attention keeps the result, and torch.compile(dynamic=True) does not find the float again
-        # when one module is called twice, of queries and of keys.
+        # Not in a checkpoint: attention saves the result, and torch.compile(dynamic=True) does not find the float eps
+        # again when one module is called twice, for queries and for keys.
         return self._normalise(x, *self.liger_arguments())
 
     def liger_arguments(self) -> tuple[None, float, float, str]:
@@ -92,20 +92,20 @@ class WeightlessRMSNorm(RMSNormInFloat):
 
 
 class ZeroCenteredRMSNorm(Norm):
-    """Gemma's: the factor is 1 + weight, and the result rounded once."""
+    """Gemma's norm: the factor is 1 + weight, and the result is rounded once."""
 
     OFFSET, CASTING, IS_PLAIN = 1, "gemma", True
 
 
 class MuseSparkRMSNorm(ZeroCenteredRMSNorm):
-    """The factor is 1 + weight in the weight's dtype."""
+    """Muse Spark's norm: the factor is 1 + weight, rounded to the weight's dtype."""
 
     def liger_arguments(self) -> tuple[torch.Tensor, float, float, str]:
         return self.weight + self.OFFSET, self._eps(), 0.0, self.CASTING
 
 
 class ScaledInputRMSNorm(Norm):
-    """Muse Spark's, where the input gets the factor 1 + weight, and is rounded, before it is normalised."""
+    """Muse Spark's other norm: multiplies the input by 1 + weight and rounds the product before it normalises it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not (_fits_fp32(self.weight) and has_known_methods(self)):
@@ -115,7 +115,7 @@ class ScaledInputRMSNorm(Norm):
 
 
 class Qwen4RMSNorm(ZeroCenteredRMSNorm):
-    """There may be groups of columns, each of which is normalised by itself."""
+    """Qwen 4's norm: it may normalise groups of columns separately."""
 
     IS_PLAIN = False
 
@@ -129,7 +129,7 @@ class Qwen4RMSNorm(ZeroCenteredRMSNorm):
 
 
 class GatedRMSNorm(Norm):
-    """Qwen3-Next's: Llama's, times the SiLU of a gate."""
+    """Qwen3-Next's norm: Llama's, times the SiLU of a gate."""
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         alike = gate.dtype == hidden_states.dtype and gate.shape == hidden_states.shape
@@ -140,8 +140,8 @@ class GatedRMSNorm(Norm):
 
 
 class GroupedGatedRMSNorm(Norm):
-    """Mamba 2's: groups of columns are normalised, each by itself, of the input times the SiLU of a gate. What is
-    between is in fp32, and rounded before the weight."""
+    """Mamba 2's norm: multiplies the input by the SiLU of a gate, and normalises groups of columns separately. It
+    computes in fp32, and rounds before it multiplies by the weight."""
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         if not self._takes(hidden_states, gate):
@@ -156,7 +156,7 @@ class GroupedGatedRMSNorm(Norm):
         return columns // getattr(self, "group_size", columns)
 
     def _weighted(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Of `x` in fp32: normalised, rounded to `dtype`, and multiplied with the weight."""
+        """Normalises `x`, in fp32, rounds to `dtype`, and multiplies by the weight."""
         eps, groups = self._eps(), self._count_groups()
         if groups == 1 and dtype == x.dtype:
             return functional.rms_norm(x, self.weight, eps)
@@ -168,7 +168,7 @@ class GroupedGatedRMSNorm(Norm):
 
 
 class FalconGatedRMSNorm(GroupedGatedRMSNorm):
-    """Falcon-H1's: the gate may be behind the norm, and there is one rounding, at the end."""
+    """Falcon-H1's norm: the gate may follow the norm, and the result is rounded once, at the end."""
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         if not self._takes(hidden_states, gate):
@@ -182,7 +182,7 @@ class FalconGatedRMSNorm(GroupedGatedRMSNorm):
 
 
 class GatedRMSNormInFloat(Norm):
-    """Kimi Linear's: rounded once, after a gate with any activation."""
+    """Kimi Linear's norm: rounds once, after a gate with any activation."""
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         if not _fits_fp32(self.weight):
@@ -192,12 +192,12 @@ class GatedRMSNormInFloat(Norm):
 
 
 class UnbiasedLayerNorm(Norm):
-    """Cohere's: the mean is taken off; there is no bias, and the result is rounded once."""
+    """Cohere's norm: a LayerNorm without a bias, rounded once."""
 
     _normalise = staticmethod(functional.layer_norm)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if self.weight.dim() > 1:  # of each head another one
+        if self.weight.dim() > 1:  # a weight for each head
             return super(Norm, self).forward(hidden_states)
         return Norm.forward(self, hidden_states)
 
@@ -206,7 +206,7 @@ class UnbiasedLayerNorm(Norm):
 
 
 class WeightlessLayerNorm(Norm):
-    """OLMo's, of the first version."""
+    """The norm of the first OLMo: a LayerNorm without weight and bias."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if not has_known_methods(self):
@@ -215,12 +215,12 @@ class WeightlessLayerNorm(Norm):
 
 
 class LayerNorm1P(Norm):
-    """Nemotron's: the factor is 1 + weight, in the weight's dtype."""
+    """Nemotron's norm: a LayerNorm with the factor 1 + weight, rounded to the weight's dtype."""
 
     OFFSET = 1
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        # Under autocast all of it is cast.
+        # Under autocast transformers casts all arguments.
         plain = is_plain_tensor(self.weight) and is_plain_tensor(self.bias) and self.weight.dtype == input.dtype
         if torch.is_autocast_enabled(input.device.type) or not plain:
             return super(Norm, self).forward(input)
@@ -229,7 +229,7 @@ class LayerNorm1P(Norm):
 
 @replaces(normalization)
 class LayerNorm(nn.LayerNorm):
-    """torch's own, of the towers that look at images."""
+    """torch's own LayerNorm, which vision towers have."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         parameters = [p for p in (self.weight, self.bias) if p is not None]
@@ -243,24 +243,24 @@ class LayerNorm(nn.LayerNorm):
 
 
 def is_plain_rms_norm(norm: nn.Module) -> bool:
-    """Whether `functional.add_rms_norm` does what `norm` does to a sum."""
+    """Returns whether `functional.add_rms_norm` computes what `norm` computes for a sum."""
     if not (isinstance(norm, Norm) and norm.IS_PLAIN and only_forward_runs(norm)):
-        return False  # without a look at the weight, which ZeRO 3 may have elsewhere
-    # A weight of one number is for all columns, which the op does not know.
+        return False  # without reading the weight, which ZeRO 3 may have partitioned
+    # A weight of one number applies to all columns, which the op does not support.
     return hasattr(norm, "weight") and _is_plain(norm) and norm.weight.dim() == 1 and norm.weight.numel() > 1
 
 
 def _is_plain(norm: nn.Module) -> bool:
-    """Whether the weight is a plain tensor, and eps is a number: a tensor might have a gradient."""
+    """Returns whether the weight is a plain tensor, and eps is a number: a tensor might need a gradient."""
     return is_plain_tensor(norm.weight) and not isinstance(norm._eps(), torch.Tensor)
 
 
 def _fits_fp32(weight: torch.Tensor) -> bool:
-    """Whether a norm that computes in fp32 loses nothing of the weight. (No GPU kernel takes float64.)"""
+    """Returns whether a norm in fp32 keeps the weight's precision. (No GPU kernel takes float64.)"""
     return is_plain_tensor(weight) and weight.dtype != torch.float64
 
 
 def _raises_dtype(weight: torch.Tensor, *summands: torch.Tensor) -> bool:
-    """Whether transformers' norm returns a wider dtype than its input's: of 16-bit hidden states and an fp32 weight."""
+    """Returns whether transformers' norm returns a wider dtype than its input's (16-bit input, fp32 weight)."""
     dtype = functools.reduce(torch.promote_types, [t.dtype for t in summands])
     return torch.promote_types(dtype, weight.dtype) != dtype

@@ -1,7 +1,7 @@
-"""Rotary embeddings: `functional.rope` with the arguments of each function of transformers that applies them.
+"""Replacements of transformers' functions that apply rotary embeddings: `functional.rope` with their signatures.
 
-Families differ in which columns make a pair, in how wide their tables are, and in what their functions are given.
-`liger_ext.models.recognise` has the table of the functions that are known.
+Families differ in the columns that form a pair, in the width of the cos and sin tables, and in the arguments of the
+function. `liger_ext.models.recognise` has the table of known functions.
 """
 
 import functools
@@ -32,21 +32,21 @@ def rope_for(
     columns: str = "first",
     turns: int = 1,
 ) -> Callable:
-    """`functional.rope` in this layout, with the arguments of `stock_rope`.
+    """Returns `functional.rope` in this layout, with the arguments of `stock_rope`.
 
     Args:
-        tables: "whole", "half" of that width, or whole ones of which the "first half" is read.
-        heads: their dimension, where tables are of complex numbers or have none for heads.
-        columns: which are rotated if the tables are narrower than the heads, the "first" or the "last".
-        turns: -1 turns the other way.
+        tables: width of cos and sin: "whole", "half" of that, or whole tables of which only the "first half" is read.
+        heads: index of the dimension of heads, if the tables are complex or have no such dimension.
+        columns: the columns that are rotated if the tables are narrower than the heads, the "first" or the "last".
+        turns: -1 rotates in the opposite direction.
     """
 
     def is_stocks(*tables):
-        """Whether the tables are learned, or the graph is for ONNX."""
+        """Returns whether `stock_rope` must run: the tables are learned, or the graph is for ONNX."""
         return (torch.is_grad_enabled() and any(t.requires_grad for t in tables)) or exports_onnx()
 
     def pair(q, k, cos, sin, unsqueeze_dim):
-        """None if `stock_rope` is to run, or the tables are of another shape, as of images' towers."""
+        """Returns q and k rotated. None if `stock_rope` must run, or for tables of another shape (vision towers)."""
         if cos.dim() != 3 or is_stocks(cos, sin):
             return None
         if tables == "first half":
@@ -82,7 +82,7 @@ def rope_for(
         return functional.rope(tensor, None, cos, sin, 2, layout, tables != "whole")[0]
 
     def rope_of_patches(q, k, cos, sin):
-        """Of (patches, heads, head_dim), or a batch of that, or (batch, heads, patches, head_dim)."""
+        """Rotates (patches, heads, head_dim), a batch of these, or (batch, heads, patches, head_dim)."""
         known = ((4, 2),) if heads == 1 else ((3, 2), (4, 2), (4, 3))
         if (q.dim(), cos.dim()) not in known or is_stocks(cos, sin):
             return stock_rope(q, k, cos, sin)
@@ -91,7 +91,8 @@ def rope_for(
         return tuple(t[0] for t in functional.rope(q[None], k[None], cos, sin, 2, layout))
 
     def rope_behind_prefix(q, k, cos, sin, **kwargs):
-        """Of the last of (batch, heads, tokens, head_dim), as many as the tables have rows: the patches of an image."""
+        """Rotates the last tokens of (batch, heads, tokens, head_dim), the patches of an image; as many as the tables
+        have rows."""
         prefix = q.shape[-2] - cos.shape[-2]
         if (q.dim(), cos.dim()) != (4, 2) or is_stocks(cos, sin) or k.shape[-2] != q.shape[-2]:
             return stock_rope(q, k, cos, sin, **kwargs)

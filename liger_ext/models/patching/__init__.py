@@ -1,6 +1,6 @@
-"""How a module is patched, whatever it is: the bottom floor, which imports nothing of the others.
+"""The mechanics of patching any module. This package imports no other package of `liger_ext.models`.
 
-`swap` gives a module a subclass of its class, and takes it back (`PatchHandle`); `classes` does so below classes that
-PyTorch makes at run time. `forwards` and `source` read functions: whose they are, what wraps them, what they call.
-`calls` looks whether a call of a module runs more than its class's `forward`, such as hooks.
+`swap` replaces a module's class by a subclass, and reverts this (`PatchHandle`). `classes` does the same below classes
+that PyTorch creates at run time. `forwards` and `source` find a function's module, its wrappers and its callees.
+`calls` checks whether a call of a module runs more than its class's `forward`, such as hooks.
 """

@@ -1,9 +1,8 @@
-"""What a call of a module runs: its class's `forward` and nothing else, or something of others as well.
+"""Checks whether a call of a module runs only its class's `forward`, or also code that others have attached to it.
 
-Fused ops do the work of modules without calling them. What others have put on a module's call must run all the same:
-hooks, functions in the place of those that PyTorch calls on the way to `forward`, on the instance or on its class, and
-methods in the place of those that `forward` calls. What a class has is looked at once, and remembered for as long as
-nobody replaces any of it.
+A fused op does the work of a module without calling it. Attached code must still run: hooks, and replacements, on the
+instance or on its class, of the functions through which PyTorch calls `forward` or of the methods that `forward` calls.
+The result for a class is cached until somebody replaces one of these functions.
 """
 
 import operator
@@ -20,19 +19,19 @@ from liger_ext.ops._compile import assume_constant_result
 
 
 def is_exported() -> bool:
-    """Whether torch.export makes the graph; `torch.compiler.is_exporting()` is True in every one before torch 2.14."""
+    """Returns whether torch.export traces. (`torch.compiler.is_exporting()` is True in any graph before torch 2.14.)"""
     return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
 def exports_onnx() -> bool:
-    """Whether torch.onnx exports the model. ONNX has no operators for our ops: patches do then what the class does that
-    they replace, since no call counts as known (`_is_known`), and no tensor as plain (`is_plain_tensor`)."""
+    """Returns whether torch.onnx exports the model. ONNX has no operators for our ops, so a patch then runs the code of
+    the class that it replaces: no call counts as known (`_is_known`), and no tensor as plain (`is_plain_tensor`)."""
     return (is_exported() or torch.jit.is_tracing()) and torch.onnx.is_in_onnx_export()
 
 
 def only_forward_runs(module: nn.Module) -> bool:
-    """Whether calling `module` runs nothing but the `forward` that its library gives to its class: no hooks, and
-    nothing of others in the place of a function on the way, on the instance or on the class.
+    """Returns whether a call of `module` runs only the `forward` that its library defines: it has no hooks, and nobody
+    has replaced a function on the way, on the instance or on the class.
 
     Only then may a fused op do the module's work without calling it.
     """
@@ -40,19 +39,19 @@ def only_forward_runs(module: nn.Module) -> bool:
 
 
 def is_called_bare(module: nn.Module) -> bool:
-    """Whether calling `module` runs its class's `forward`, whatever that is, and nothing else."""
+    """Returns whether a call of `module` runs only its class's `forward`, whatever code that is."""
     hooked = any(hooks_of(module)) or _has_any_global_hook()
     return not hooked and "forward" not in module.__dict__ and call_is_torchs(module)
 
 
 def call_is_torchs(module: nn.Module) -> bool:
-    """Whether calling `module` runs its hooks and its `forward`, whatever these are, and nothing else."""
+    """Returns whether a call of `module` runs only its hooks and its `forward`, whatever code these are."""
     return not _is_compiled(module) and _is_known(module, _CALL)
 
 
 def has_known_methods(module: nn.Module) -> bool:
-    """Whether the methods that transformers' `forward` calls are those that `module`'s class has there: what a patch's
-    `forward` does then in their place is the same."""
+    """Returns whether nobody has replaced the methods that transformers' `forward` calls. A patch's `forward` does
+    their work without calling them."""
     return _is_known(module, _METHODS)
 
 
@@ -60,16 +59,17 @@ def hooks_of(module: nn.Module) -> tuple[dict, ...]:
     return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
-_WAYS = "__call__", "_call_impl"  # on which a call comes to `forward`
-_CALL, _METHODS, _ALL = range(3)  # of what a call runs: how it comes to `forward`; what that calls; these and `forward`
+_WAYS = "__call__", "_call_impl"  # the functions through which a call reaches `forward`
+_CALL, _METHODS, _ALL = range(3)  # parts of a call: `_WAYS`; the methods that `forward` calls; both and `forward`
 
 
 class _Call(NamedTuple):
-    """What a call of an instance runs of its class."""
+    """The functions of a class that a call of an instance runs."""
 
     read: operator.attrgetter
-    functions: tuple[Callable, ...]  # what `read` gives until somebody replaces any of them
-    names: tuple[tuple[str, ...] | None, ...]  # what an instance may have in their place; None: they are not known
+    functions: tuple[Callable, ...]  # the result of `read` until somebody replaces a function
+    # By part: the attributes by which an instance may replace the functions. None: the functions are not known.
+    names: tuple[tuple[str, ...] | None, ...]
 
 
 _calls: dict[type[nn.Module], _Call] = {}
@@ -80,7 +80,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _is_known(module: nn.Module, part: int) -> bool:
-    """Whether `part` of what a call of `module` runs is what a library that we know, or a patch, gives to its class."""
+    """Returns whether this part of a call of `module` runs the functions that a known library or a patch defines."""
     names = (_names_in_graph if torch.compiler.is_compiling() else _names)(type(module), part)
     if names is None or exports_onnx():
         return False
@@ -92,8 +92,8 @@ def _is_known(module: nn.Module, part: int) -> bool:
 
 
 def _is_class_method(function: Callable, module: nn.Module, name: str) -> bool:
-    """Whether `function`, which `module` has itself, is its class's method. The package kernels puts that on a module
-    for which it finds no kernel."""
+    """Returns whether `function`, an attribute of the instance, is its class's method. The package kernels sets it on a
+    module for which it finds no kernel."""
     bound_to = getattr(function, "__self__", None)
     return bound_to is module and function.__func__ is getattr(type(module), name)
 
@@ -107,14 +107,14 @@ def _names(cls: type[nn.Module], part: int) -> tuple[str, ...] | None:
 
 @assume_constant_result
 def _names_in_graph(cls: type[nn.Module], part: int) -> tuple[str, ...] | None:
-    """torch.compile cannot look into it."""
+    """Returns `_names` as a constant of the graph: torch.compile cannot trace it."""
     return _names(cls, part)
 
 
 def _look_at_call(cls: type[nn.Module]) -> _Call:
     methods = tuple(methods_called(cls))
     of_class = _WAYS, methods, (*_WAYS, "forward", *methods)
-    # Python looks up `__call__` in the class alone.
+    # Python looks up `__call__` only in the class.
     of_instance = ("_call_impl",), methods, ("_call_impl", "forward", *methods)
     known = {name for name in of_class[_ALL] if _is_librarys(cls, name)}
     names = tuple(own if known.issuperset(part) else None for part, own in zip(of_class, of_instance, strict=True))
@@ -123,18 +123,18 @@ def _look_at_call(cls: type[nn.Module]) -> _Call:
 
 
 def _is_librarys(cls: type[nn.Module], name: str) -> bool:
-    """Whether the function that `cls` has by this name is still what a library, or a patch, has defined by it."""
+    """Returns whether the function `name` of `cls` is still the one that a known library or a patch has defined."""
     owner = next(c for c in cls.__mro__ if name in vars(c))
     function = vars(owner)[name]
     if owner in _forwards and name == "forward":
         return function is _forwards[owner]
     function = getattr(function, "__func__", function)  # of a static method
     if is_exported() and getattr(function, "__globals__", {}).get("__name__") == "torch.fx._symbolic_trace":
-        function = function.__wrapped__  # under what notes, while torch.export traces, which module is called
+        function = function.__wrapped__  # below the wrapper by which torch.export records calls of modules
     library = owner.__module__.partition(".")[0]
     if library not in _LIBRARIES or (library == "torch" and hasattr(function, "__wrapped__")):  # no_grad, autocast, ...
         return False
-    if owner.__module__.startswith(REMOTE) and name in _WAYS:  # of which recognition reads nothing
+    if owner.__module__.startswith(REMOTE) and name in _WAYS:  # recognition does not read these
         return False
     qualname = (
         "Module._wrapped_call_impl" if owner is nn.Module and name == "__call__" else f"{owner.__qualname__}.{name}"
@@ -152,5 +152,5 @@ def is_patch(cls: type[nn.Module]) -> bool:
 
 
 def know_forward(patch: type[nn.Module]) -> None:
-    """Notes that the `forward` that a patch has now is its own."""
+    """Records the present `forward` of a patch as the one that the patch defines."""
     _forwards[patch] = patch.forward

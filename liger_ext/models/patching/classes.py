@@ -1,10 +1,12 @@
-"""Classes with a patch among their ancestors: made of those without it, and made into those again.
+"""Inserts a patch among the ancestors of a class, and removes it again.
 
-PyTorch makes classes of a module's class while a program runs: FSDP2's `fully_shard` puts `FSDP<Name>` on top of it,
-`torch.nn.utils.parametrize` a `Parametrized<Name>`, which it takes off again. Nobody has written these, so that a copy
-with another ancestor is as good: a patch goes below them, as if it had been there first, and comes out again. A class
-that somebody has written stays what it is. A patch goes on top of it, and one that lies below it cannot be taken out:
-`super()` in its methods finds its way by the class itself, and the copy would not be the class that its author knows.
+PyTorch derives classes from a module's class at run time: FSDP2's `fully_shard` derives `FSDP<Name>`, and
+`torch.nn.utils.parametrize` derives `Parametrized<Name>`, which it removes later. No source file contains these
+classes, so a copy with another ancestor is as good as the original. A patch becomes such an ancestor ("below" the
+class), as if it had been there first, and can be removed. A class from a source file is never copied, because `super()`
+in its methods refers to the class itself, and because its author would not recognise the copy. A patch of such a class
+is derived from it ("on top"). If other code derives a class from the patch, the patch is below a class from a source
+file and cannot be removed.
 """
 
 import functools
@@ -17,25 +19,26 @@ from torch import nn
 
 
 def stock_class(patch: type[nn.Module]) -> type[nn.Module]:
-    """The class that `patch` replaces: its only base, or the last, behind a mixin of ours."""
+    """Returns the class that `patch` replaces: its only base, or the last one, behind our mixin."""
     return patch.__bases__[-1]
 
 
 def written_class(cls: type[nn.Module], stock: type[nn.Module]) -> type[nn.Module]:
-    """`cls`, a subclass of `stock`; the first of its ancestors that somebody has written, if PyTorch has made it."""
+    """Returns `cls`, a subclass of `stock`, or, if PyTorch created it at run time, the nearest ancestor that it did not
+    create."""
     while _is_made_by_torch(cls):
         cls = next(base for base in cls.__bases__ if issubclass(base, stock))
     return cls
 
 
 def with_patch(cls: type[nn.Module], patch: type[nn.Module]) -> type[nn.Module]:
-    """What takes the place of `cls`, which somebody has written, in a patched module."""
+    """Returns the class that replaces `cls`, a class from a source file, in a patched module."""
     return patch if cls is stock_class(patch) else _stack(cls, patch)
 
 
 def with_ancestor(cls: type[nn.Module], old: type[nn.Module], new: type[nn.Module]) -> type[nn.Module] | None:
-    """`cls` with `new` in the place of `old`, which is `cls` or one of its ancestors. None if somebody has written
-    a class on the way."""
+    """Returns `cls` with `new` in place of `old`, which is `cls` or one of its ancestors. None if `cls` or a class
+    between the two is from a source file."""
     if cls is old:
         return new
     if old not in cls.__mro__:
@@ -54,24 +57,26 @@ def with_ancestor(cls: type[nn.Module], old: type[nn.Module], new: type[nn.Modul
 
 
 def inherits_forward(cls: type, base: type) -> bool:
-    """Whether `cls.forward` is `base`'s, or that one wrapped again by GradientCheckpointingLayer for a subclass."""
+    """Returns whether `cls.forward` is `base.forward`, which GradientCheckpointingLayer may have wrapped again for a
+    subclass."""
     ours, theirs = cls.forward, base.forward
     same_code = getattr(ours, "__code__", ours) is getattr(theirs, "__code__", theirs)
     return same_code and inspect.unwrap(ours) is inspect.unwrap(theirs)
 
 
-# Classes that PyTorch has made: which were made of which by `with_ancestor`, in both directions.
+# Links a class that PyTorch created with its copies from `with_ancestor`, in both directions.
 _copies: weakref.WeakKeyDictionary[type[nn.Module], weakref.WeakSet] = weakref.WeakKeyDictionary()
 
 
 def _is_made_by_torch(cls: type) -> bool:
-    """Whether PyTorch has made `cls` of another class, rather than defined it."""
+    """Returns whether PyTorch created `cls` at run time, rather than defined it in a source file."""
     defined = getattr(sys.modules.get(cls.__module__), cls.__name__, None)
     return cls.__module__.startswith("torch.") and defined is not cls
 
 
 def _namespace(cls: type[nn.Module], ancestor: type[nn.Module]) -> dict[str, object]:
-    """What a copy of `cls` has. A `forward` that wraps that of `ancestor` is made again with the copy."""
+    """Returns the namespace of a copy of `cls`. It lacks a `forward` that only wraps that of `ancestor`: creating the
+    copy wraps it again."""
     left = {"__dict__", "__weakref__"} | ({"forward"} if inherits_forward(cls, ancestor) else set())
     return {name: value for name, value in vars(cls).items() if name not in left}
 
@@ -82,14 +87,16 @@ def _is_same(one: dict[str, object], other: dict[str, object]) -> bool:
 
 @functools.cache
 def _stack(cls: type[nn.Module], patch: type[nn.Module]) -> type[nn.Module]:
-    """`patch` on top of `cls`, a subclass of what `patch` replaces. Pickles have these two, and make it again."""
+    """Returns a class with `patch` on top of `cls`, a subclass of the class that `patch` replaces. A pickle stores the
+    two and calls `_stack` again."""
 
     namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return pickled_as(type(cls)(cls.__name__, (patch, cls), namespace), _stack, cls, patch)
 
 
 def pickled_as(made: type, find: Callable[..., type], *of: type) -> type:
-    """`made`, of whose instances a pickle has the classes `of` in the place of the class, which is `find(*of)`."""
+    """Returns `made`, changed so that a pickle of an instance stores the classes `of` in place of `made`; unpickling
+    calls `find(*of)` for the class."""
 
     def __reduce_ex__(self, protocol):
         make, (cls, *arguments), *rest = super(made, self).__reduce_ex__(protocol)

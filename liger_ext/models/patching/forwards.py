@@ -1,4 +1,6 @@
-"""Functions of other libraries: whose they are, what they do, what wraps them, and copies that call something else."""
+"""Analyses functions of other libraries, above all `forward` methods: their module, source, wrappers and the functions
+that they call. Also copies a function so that names in it refer to other functions, or a wrapper so that it calls
+another function. The originals stay unchanged."""
 
 import ast
 import functools
@@ -13,23 +15,23 @@ from liger_ext.models.patching.source import definition_in, names_read
 
 
 def with_globals(function: Callable, **replacements: object) -> Callable:
-    """A copy of `function`, decorators included, in which global names mean `replacements`.
+    """Returns a copy of `function`, decorators included, in which global names refer to `replacements`.
 
-    Every other global keeps its meaning, also when it is replaced later: the copy lives in the same module. What the
-    names mean is kept there under names of its own, and nothing that was in the module changes.
+    The copy shares the module's globals, so every other global keeps its meaning, also if it is replaced later. The
+    replacements are stored in the module under new names; nothing that was in the module changes.
     """
     inner = inspect.unwrap(function)
     own = {name: f"_liger_ext_{name}" for name in replacements}
     for name, value in replacements.items():
         while inner.__globals__.setdefault(own[name], value) is not value:
-            own[name] += "_"  # another copy's name
+            own[name] += "_"  # another copy uses the name
     code = inner.__code__.replace(co_names=tuple(own.get(name, name) for name in inner.__code__.co_names))
     return rewrap(function, inner, _copy_function(inner, code, inner.__closure__))
 
 
 def with_arguments(function: types.FunctionType, names: list[str]) -> types.FunctionType:
-    """A copy of `function`, a method without arguments by name alone, with other names for its arguments: callers may
-    pass them by name. A variable that has one of these gets another."""
+    """Returns a copy of the method `function` whose arguments have these `names`, by which callers may pass them.
+    Renames local variables that have one of the names. `function` must not have keyword-only arguments."""
     code, own = function.__code__, ["self", *names]
     if list(code.co_varnames[: code.co_argcount]) == own:
         return function
@@ -41,7 +43,7 @@ def with_arguments(function: types.FunctionType, names: list[str]) -> types.Func
 
 
 def leads_to(wrapper: Callable, function: Callable) -> bool:
-    """Whether `wrapper` is `function`, bound or not, or decorators around it that say so by `__wrapped__`."""
+    """Returns whether `wrapper` is `function`, bound or not, or leads to it through `__wrapped__`."""
     try:
         end = inspect.unwrap(wrapper, stop=lambda level: getattr(level, "__func__", level) is function)
     except ValueError:  # it wraps itself, as pipelines of accelerate do
@@ -50,7 +52,7 @@ def leads_to(wrapper: Callable, function: Callable) -> bool:
 
 
 def rewrap(wrapper: Callable, old: Callable, new: Callable, instance: object = None) -> Callable:
-    """A copy of `wrapper`, which leads to the function `old`, that leads to `new`. The wrapper itself stays as it is.
+    """Returns a copy of `wrapper` that leads to `new` where `wrapper` leads to `old`. Does not change `wrapper`.
     Decorators of a method of `instance` may hold `old` bound to it, as TRL's do.
 
     Raises:
@@ -81,24 +83,24 @@ def rewrap(wrapper: Callable, old: Callable, new: Callable, instance: object = N
 
 
 def find_foreign(function: Callable, module: str, qualname: str, trusted: tuple[str, ...]) -> Callable | None:
-    """What makes `function` another than the one that `module` defines as `qualname`: a function put in its place, or a
-    decorator put around it. None if it is that one; decorators of the packages `trusted` may be around it."""
+    """Returns foreign code in `function`: a function that replaces `qualname` of `module`, or a decorator around it.
+    None if `function` is the one that `module` defines, apart from decorators of the packages `trusted`."""
     while True:
         defined_in = getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
         if defined_in.partition(".")[0] not in trusted:
             return function
         if not hasattr(function, "__wrapped__"):
             break
-        if defined_in.startswith(REMOTE):  # a decorator; by the names of transformers' own, recognition goes
+        if defined_in.startswith(REMOTE):  # a decorator of remote code; recognition reads only those of transformers
             return function
         function = function.__wrapped__
-    is_function = isinstance(function, types.FunctionType)  # not where the package kernels makes a module of it
+    is_function = isinstance(function, types.FunctionType)  # the package kernels may replace it by a module
     return function if is_function and (defined_in, function.__qualname__) != (module, qualname) else None
 
 
 def definition_of(function: Callable) -> ast.FunctionDef | None:
-    """The syntax tree of a function, under the wrappers around it: see `definition_in`. None if its source is not there
-    to be read."""
+    """Returns the syntax tree of a function without its wrappers: see `definition_in`. None if the source is not
+    available."""
     try:
         return definition_in(inspect.getsource(inspect.unwrap(function)))
     except (OSError, TypeError):
@@ -106,14 +108,14 @@ def definition_of(function: Callable) -> ast.FunctionDef | None:
 
 
 def written_function(found: object) -> object:
-    """`found`, or the function that transformers has written, if the package kernels has made a module of it."""
+    """Returns `found`, or transformers' function if the package kernels has replaced it by a module."""
     if not hasattr(type(found), "kernel_layer_name"):
         return found
     return inspect.getclosurevars(type(found).forward).nonlocals.get("func", found)
 
 
 def text_of(function: Callable) -> str | None:
-    """A function's code without comments, annotations and decorators. None if its source is not there to be read."""
+    """Returns a function's code without comments, annotations and decorators; None if the source is not available."""
     definition = definition_of(function)
     if definition is None:
         return None
@@ -122,8 +124,8 @@ def text_of(function: Callable) -> str | None:
 
 
 def called_by(definition: ast.FunctionDef, function: Callable, cls: type | None = None) -> list[types.FunctionType]:
-    """The functions of transformers or of a model's own code, and the methods and properties of `cls`, that the text of
-    `function` names. What is in transformers.utils is taken for granted, as torch is."""
+    """Returns the functions of transformers or remote code, and the methods and properties of `cls`, that the text of
+    `function` names. Functions of transformers.utils and torch are left out: they are assumed not to change."""
     names, of_self = names_read(definition)
     found = [function.__globals__.get(name) for name in names]
     found += [inspect.getattr_static(cls, name, None) for name in of_self] if cls else []
@@ -131,7 +133,7 @@ def called_by(definition: ast.FunctionDef, function: Callable, cls: type | None 
 
 
 def functions_read(function: Callable, cls: type | None = None) -> list[Callable]:
-    """`function`, under the wrappers around it, and what `recognise.reading.form_of` reads with it."""
+    """Returns `function` without its wrappers, and the functions that `recognise.reading.form_of` reads with it."""
     found = [inspect.unwrap(written_function(function))]
     for each in found:
         definition = _definition_of_code(each.__code__) if isinstance(each, types.FunctionType) else None
@@ -140,7 +142,7 @@ def functions_read(function: Callable, cls: type | None = None) -> list[Callable
     return found
 
 
-_definition_of_code = functools.cache(definition_of)  # by code objects, which nobody can edit
+_definition_of_code = functools.cache(definition_of)  # the keys are code objects, which are immutable
 
 
 def _function_of(found: object) -> object:
@@ -159,7 +161,7 @@ def _is_of_models(found: object) -> bool:
 
 
 def methods_called(cls: type[nn.Module]) -> list[str]:
-    """The names of methods of `cls` that the `forward` of transformers' class calls, or that these call."""
+    """Returns the names of methods of `cls` that the `forward` of transformers' class calls, also through others."""
     inherited = (vars(c)["forward"] for c in cls.__mro__ if "forward" in vars(c) and c is not nn.Module)
     functions, found = list(inherited), []
     for function in functions:
@@ -173,22 +175,22 @@ def methods_called(cls: type[nn.Module]) -> list[str]:
 
 
 def _names_read_of_self(function: Callable) -> list[str]:
-    """Of a method: which attributes of its module it names. None of a patch's, as the class that it replaces is asked,
-    too."""
+    """Returns the attributes of `self` that a method names. Returns none for a patch's method, since the method that it
+    replaces is read as well."""
     function = inspect.unwrap(getattr(function, "__func__", function))
     if not isinstance(function, types.FunctionType):
         return []
     if function.__globals__.get("__name__", "").startswith("liger_ext."):
         return []
     text = text_of(function)
-    if text is None:  # the source is not there: what it names of anything
+    if text is None:  # without source: every attribute and global that the bytecode names
         return list(function.__code__.co_names)
     reads = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute))
     return list(dict.fromkeys(node.attr for node in reads if ast.unparse(node.value) == "self"))
 
 
 def describe(function: Callable) -> str:
-    """Where a function is defined, for who looks for it: decorators of others take over its name, but not its code."""
+    """Returns the place where a function is defined, for messages. A decorator may copy its name, but not its code."""
     code = getattr(function, "__code__", None)
     if code is None:
         return f"a {type(function).__module__}.{type(function).__qualname__}"
@@ -196,7 +198,7 @@ def describe(function: Callable) -> str:
 
 
 def _in_its_place(value: object, inner: Callable, replaced: Callable, instance: object) -> Callable | None:
-    """`replaced` for `inner`, and bound to `instance` where that is; None for anything else."""
+    """Returns `replaced` if `value` is `inner`, bound to `instance` if `value` is bound to it; else None."""
     if value is inner:
         return replaced
     if isinstance(value, types.MethodType) and value.__func__ is inner and value.__self__ is instance:
@@ -207,7 +209,7 @@ def _in_its_place(value: object, inner: Callable, replaced: Callable, instance: 
 def _contents(cell: types.CellType) -> object:
     try:
         return cell.cell_contents
-    except ValueError:  # an empty one
+    except ValueError:  # an empty cell
         return None
 
 

@@ -1,6 +1,7 @@
-"""Names of classes that are made of a class of transformers each: pickles find them again by these.
+"""Names by which pickle finds classes that liger_ext derives at run time, each from one transformers class.
 
-A module that makes such classes gives them its own name as `__module__`, and has a `__getattr__` that calls `class_of`.
+A module that creates these classes sets their `__module__` to its own name, and has a `__getattr__` that calls
+`class_of`.
 """
 
 import importlib
@@ -11,12 +12,12 @@ _SEPARATOR = "__"
 
 
 def name_of(cls: type) -> str:
-    """One word of the module and the name of a class."""
+    """Returns the module and the name of a class as one identifier."""
     return f"{cls.__module__.removeprefix(MODELS)}.{cls.__name__}".replace(".", _SEPARATOR)
 
 
 def class_of(name: str) -> type | None:
-    """The class of transformers whose `name_of` is `name`; None if it is no such name."""
+    """Returns the transformers class whose `name_of` is `name`; None if there is no such class."""
     module, _, cls = name.rpartition(_SEPARATOR)
     if not module or name.startswith("_"):
         return None

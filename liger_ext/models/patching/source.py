@@ -1,13 +1,13 @@
-"""The source of functions as syntax trees: what a function names, and which calls are in it.
+"""Parses functions into syntax trees, and lists the names and calls in them.
 
-This file imports the standard library alone; `recognise/normal_form.py` gives the reason.
+This file imports only the standard library, for the reason in `recognise/normal_form.py`.
 """
 
 import ast
 import builtins
 import textwrap
 
-# Decorators that change neither what a forward computes nor its gradient. Any other stays in the text.
+# Decorators that change neither what a forward computes nor its gradient. Any other decorator stays in the text.
 _HARMLESS = {
     "add_start_docstrings_to_model_forward",
     "auto_docstring",
@@ -23,8 +23,8 @@ _HARMLESS = {
 
 
 def definition_in(source: str) -> ast.FunctionDef | None:
-    """The function that `source` defines, without annotations, comments, docstring and harmless decorators. None if it
-    defines something else, such as a lambda."""
+    """Returns the function that `source` defines, without annotations, comments, docstring and harmless decorators.
+    None if `source` defines something else, such as a lambda."""
     try:
         definition = ast.parse(textwrap.dedent(source)).body[0]
     except (SyntaxError, IndexError):
@@ -39,7 +39,7 @@ def definition_in(source: str) -> ast.FunctionDef | None:
 
 
 def own_names(definition: ast.FunctionDef) -> set[str]:
-    """The names of a function's arguments, and those that it assigns to."""
+    """Returns the names of a function's arguments and of the variables that it assigns."""
     nodes = list(ast.walk(definition))
     stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     return stored | {node.arg for node in nodes if isinstance(node, ast.arg)}

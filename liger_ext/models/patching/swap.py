@@ -1,4 +1,4 @@
-"""How a model is patched: the class of a module is swapped for a subclass, and swapped back.
+"""Patches a module by swapping its class for a subclass, and swaps it back.
 
 Why classes and not bound methods or module globals:
 
@@ -10,12 +10,13 @@ Why classes and not bound methods or module globals:
 Models built later are patched by the same swap, at the end of their constructor (`on_construction`): `Class(config)`,
 `from_config` and `from_pretrained` all come through it, in every version of transformers.
 
-Other code replaces things, too, and what it does is kept or named (`patching.forwards` looks at functions):
+Other libraries replace functions, too. Their code keeps running, or a warning names it (`patching.forwards` finds it):
 
-- A `forward` or a global that it has put in place of transformers' own is not hidden by ours: that patch is not made.
-- A wrapper that it has put on an instance's `forward` follows when the class is swapped, if it can be seen through.
+- If other code has replaced a `forward` or a global of transformers, our patch would hide it, and is not applied.
+- If other code has wrapped an instance's `forward`, the class is swapped, and a copy of the wrapper calls the new
+  class's `forward`. If the wrapper cannot be followed, the module is not patched.
 
-Other libraries swap classes as well, FSDP2 among them: `patching.classes` says how a patch goes below theirs.
+Other libraries swap classes as well, FSDP2 among them: `patching.classes` inserts a patch below theirs.
 """
 
 import contextlib
@@ -38,20 +39,20 @@ from liger_ext.models.patching.warn import warn
 
 
 class PatchHandle(contextlib.ExitStack[None]):
-    """What a patch did, and how to undo it: call `revert()`, or use the handle as a context manager.
+    """Reverts a patch: call `revert()`, or use the handle as a context manager.
 
-    It undoes what its own call did. Reverting twice is harmless. Handles of different models, or of parts that have no
-    module in common, may be reverted in any order; of several for one model, revert the last one first. A handle does
-    not keep a model alive.
+    A handle reverts the changes of its own call. Reverting twice is harmless. Handles of different models, or of parts
+    without a common module, may be reverted in any order; of several for one model, revert the last one first. A handle
+    does not keep a model alive.
     """
 
     def revert(self) -> None:
-        """Undoes the patch. Modules that were patched get back the class they had."""
+        """Undoes the patch: each patched module has its former class again."""
         self.close()
 
     def replace(self, owner: types.ModuleType | nn.Module, name: str, replacement: object) -> None:
-        """Sets an attribute of a module, Python's or PyTorch's. The undo sets it back, or removes it if there was none,
-        unless other code has set it in the meantime."""
+        """Sets an attribute of a Python module or an nn.Module. The revert restores the former value, or deletes the
+        attribute if it did not exist, unless other code has set it in the meantime."""
         found, reference = vars(owner).get(name, _ABSENT), weakref.ref(owner)
         setattr(owner, name, replacement)
 
@@ -73,11 +74,11 @@ _ABSENT = object()
 def replaces(
     module: types.ModuleType, *others: tuple[types.ModuleType, str], **replacements: object
 ) -> Callable[[type[nn.Module]], type[nn.Module]]:
-    """A decorator of patches: each is a subclass of a class of `module`, has its name, and replaces its `forward`.
+    """Returns a decorator for a patch: a subclass of a class of `module` with its name, which replaces its `forward`.
 
-    With `replacements`, the patch's `forward` is the base's own, in which these names of `module` mean something else.
-    What the patch replaces is remembered, with the functions `others` (a module and a name in it each), whose work
-    it does as well, so that `swap_classes` knows when other code has replaced it.
+    With `replacements`, the patch's `forward` is a copy of the base's, in which these global names refer to the
+    replacements. The decorator records the functions whose work the patch does: the base's `forward`, the replaced
+    globals, and `others` (each a module and a name in it). `swap_classes` checks whether other code has replaced one.
     """
 
     def remember(patch: type[nn.Module]) -> type[nn.Module]:
@@ -94,7 +95,7 @@ def replaces(
 
 
 class Mixin:
-    """What patches of several classes do. Each is a class of two bases: the mixin, and the class that it replaces."""
+    """Base of the mixins. A patch has two bases: a mixin, and the transformers class that it replaces."""
 
     OWN_STATE: tuple[str, ...] = ()  # attributes that only patched instances have
 
@@ -102,30 +103,30 @@ class Mixin:
         super().__init_subclass__(**kwargs)
         mixin = cls.__bases__[0]
         if issubclass(cls, nn.Module) and issubclass(mixin, Mixin) and not issubclass(mixin, nn.Module):
-            # Not for what others derive from a patch: FSDP2's classes, and those of users, have what the patch has.
+            # Only for the patch: a class that FSDP2 or a user derives from it inherits these attributes.
             stock = stock_class(cls)
             cls.STOCK_MODULE = stock.__module__
             cls.look_at(stock)
 
     @classmethod
     def look_at(cls, stock: type[nn.Module]) -> None:
-        """Called once for each patch: what it must know of the class that it replaces."""
+        """Stores on the patch what its methods need from the class `stock` that it replaces. Called once."""
 
 
 def copy_forward(patch: type[nn.Module], **replacements: object) -> Callable:
-    """The `forward` that `patch` stands in for, in which global names mean `replacements`.
+    """Returns a copy of the `forward` that `patch` replaces, in which global names refer to `replacements`.
 
-    If other code has replaced it, it is returned as it is: `swap_classes` makes no such patch.
+    If other code has replaced that `forward`, returns it unchanged: `swap_classes` refuses the patch.
     """
     forward = stock_class(patch).forward
     return forward if any(find_replacements(patch)) else with_globals(forward, **replacements)
 
 
 def swap_classes(modules: Iterable[nn.Module], patch: type[nn.Module], handle: PatchHandle) -> None:
-    """Gives the class `patch` to those of `modules` that are of the class that it replaces; the undo goes on `handle`.
+    """Sets the class of `modules` to `patch`, if they are instances of the class that it replaces. `handle` reverts it.
 
-    Left alone, with a warning, is a module with a `forward` of its own, by its class or on the instance. All are left
-    alone when other code has replaced what `patch` stands in for: that code would no longer be called.
+    Skips, with a warning, a module with its own `forward`, in its class or on the instance. Skips all modules if other
+    code has replaced a function whose work `patch` does: that code would no longer be called.
     """
     modules = [m for m in modules if isinstance(m, stock_class(patch)) and not isinstance(m, patch)]
     replaced = list(find_replacements(patch)) if modules else []
@@ -138,8 +139,8 @@ def swap_classes(modules: Iterable[nn.Module], patch: type[nn.Module], handle: P
 def on_construction(
     cls: type[nn.Module], patch: Callable[[nn.Module], object], handle: PatchHandle, *, first: bool
 ) -> None:
-    """Calls `patch(instance)` at the end of every `cls.__init__` from now on, until `handle` is reverted: before what
-    is called there already, or after it."""
+    """Calls `patch(instance)` at the end of every `cls.__init__` from now on, until `handle` is reverted. With `first`
+    it runs before the functions that are already called there, else after them."""
     if cls not in _constructors:
         _constructors[cls] = _HookedConstructor(cls)
     hooks = _constructors[cls].hooks
@@ -148,18 +149,18 @@ def on_construction(
 
 
 def is_fsdp1(module: nn.Module) -> bool:
-    """Whether `module` is a FullyShardedDataParallel, which gathers the weights of a module around its call."""
+    """Returns whether `module` is a FullyShardedDataParallel, which gathers a module's weights around its call."""
     return derives_from(module, "FullyShardedDataParallel")
 
 
 def derives_from(module: nn.Module, name: str) -> bool:
-    """Whether `module` is of a class of this name, of a library that may not be there, or of one derived from it: FSDP2
-    derives one from each class that it shards."""
+    """Returns whether the class of `module` or an ancestor has this name. The name stands for a class of a library that
+    may not be installed. Ancestors count because FSDP2 derives a class from each class that it shards."""
     return any(cls.__name__ == name for cls in type(module).__mro__)
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether a call of `module` is a matmul with its weight, and its bias, and nothing else."""
+    """Returns whether a call of `module` only multiplies by its weight and adds its bias."""
     return (
         type(module) is nn.Linear
         and linear_is_torchs()
@@ -169,8 +170,8 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 
 def linear_is_torchs() -> bool:
-    """Whether no other code has replaced what all linear layers do. DeepSpeed's `zero.Init` does, for good, by a
-    function that computes the same."""
+    """Returns whether `nn.Linear.forward` and `F.linear` are torch's. DeepSpeed's `zero.Init` permanently replaces
+    `F.linear` by a function that computes the same, which counts as torch's."""
     linear = nn.functional.linear
     is_known = linear is _F_LINEAR or getattr(linear, "__globals__", {}).get("__name__") == _LINEARS_OF_DEEPSPEED
     return nn.Linear.forward is _LINEAR and is_known
@@ -181,16 +182,16 @@ _LINEARS_OF_DEEPSPEED = "deepspeed.runtime.zero.linear"
 
 
 def is_plain_tensor(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is neither a DTensor nor another subclass with a meaning of its own (quantised weights, ...).
+    """Returns whether `tensor` is neither a DTensor nor another subclass with its own semantics (quantised weights).
 
-    Those that stand in for plain ones while a graph is made count as plain, so that the graph has the same ops. None is
-    plain in a graph for ONNX (`exports_onnx`).
+    Subclasses that stand in for plain tensors while a graph is traced count as plain, so that the graph has the same
+    ops. In an export to ONNX no tensor counts as plain (`exports_onnx`).
     """
     return type(tensor) in (torch.Tensor, nn.Parameter, FakeTensor, FunctionalTensor) and not exports_onnx()
 
 
 class _HookedConstructor:
-    """`cls.__init__` while there are hooks to be called after it."""
+    """The wrapper of `cls.__init__` that calls hooks after it. It exists as long as it has hooks."""
 
     def __init__(self, cls: type[nn.Module]) -> None:
         self.hooks: list[Callable[[nn.Module], object]] = []
@@ -213,13 +214,13 @@ def _remove_constructor_hook(cls: type[nn.Module], patch: Callable[[nn.Module], 
     constructor.hooks.remove(patch)
     if not constructor.hooks:
         del _constructors[cls]
-        # If another library has wrapped it since, ours stays below, and does nothing.
+        # If another library has wrapped our wrapper since, ours stays below and calls no hooks.
         if cls.__init__ is constructor.wrapper:
             cls.__init__ = constructor.original
 
 
 class _Original(NamedTuple):
-    """What a patch stands in for: what `owner.attribute` was when the patch was made."""
+    """A function whose work a patch does: the value of `owner.attribute` when the patch was created."""
 
     name: str
     owner: object
@@ -232,7 +233,8 @@ _originals: dict[type[nn.Module], list[_Original]] = {}
 
 
 def find_replacements(patch: type[nn.Module]) -> Iterator[tuple[str, Callable]]:
-    """What other code has put in the place of what `patch` stands in for, by name: before it was made, or since."""
+    """Yields the name of each function whose work `patch` does and that other code has replaced, before or after the
+    patch was created, with its replacement."""
     for original in _originals[patch]:
         current = getattr(original.owner, original.attribute)
         found = None if current is original.value else current
@@ -259,7 +261,8 @@ def _swap_class(module: nn.Module, patch: type[nn.Module], handle: PatchHandle) 
 
 @functools.cache
 def _methods_replaced(patch: type[nn.Module]) -> tuple[str, ...]:
-    """The methods of the class that `patch` replaces, other than `forward`, whose work `patch` does."""
+    """Returns the names of the methods, other than `forward`, whose work `patch` does in place of the class that it
+    replaces."""
     original = stock_class(patch)
     members = (
         member for cls in patch.__mro__ if cls.__module__.startswith("liger_ext.") for member in vars(cls).items()
@@ -284,13 +287,14 @@ def _restore_class(reference: weakref.ref, patched: type[nn.Module], original: t
 
 
 def _set_class(module: nn.Module, cls: type[nn.Module]) -> bool:
-    """Sets the class, and has the wrappers of its `forward` that others have put on the instance call the new one's.
+    """Sets the class of `module`. If other libraries have wrapped its `forward` on the instance, the wrappers then call
+    the new class's `forward`:
 
-    - accelerate's mixed precision (every `Trainer(bf16=True)`) leaves functions around it in `forward`, for good, and
-      what was there in `_original_forward`;
-    - its device hooks leave it in `_old_forward`, which their own `forward` calls.
+    - accelerate's mixed precision (every `Trainer(bf16=True)`) permanently stores a wrapper in `forward`, and the
+      former function in `_original_forward`;
+    - accelerate's device hooks store the former function in `_old_forward`, which their own `forward` calls.
 
-    Returns False, and changes nothing, if what runs is not known to be the class's `forward`.
+    Returns False and changes nothing if the function on the instance does not lead to the class's `forward`.
     """
     old, new = type(module).forward, cls.forward
     _drop_bound_forward(module)
@@ -309,10 +313,10 @@ def _set_class(module: nn.Module, cls: type[nn.Module]) -> bool:
 
 
 def _drop_bound_forward(module: nn.Module) -> None:
-    """Removes an instance's `forward` that is no more than its class's, so that the class counts again.
+    """Removes an instance's `forward` that is only its class's bound method, so that a swap of the class takes effect.
 
-    transformers 4.54 to 5.0 leaves it behind when it has recorded hidden states; accelerate's `unwrap_model` when it
-    removes mixed precision, and then without the class's decorators.
+    transformers 4.54 to 5.0 leaves one behind after recording hidden states. accelerate's `unwrap_model` leaves one,
+    without the class's decorators, when it removes mixed precision.
     """
     own = module.__dict__.get("forward")
     if isinstance(own, types.MethodType) and own.__self__ is module and leads_to(type(module).forward, own.__func__):

@@ -1,4 +1,4 @@
-"""Warnings that name the line of the user's code that led to them."""
+"""Warnings that point to the line of the user's code that caused them."""
 
 import sys
 import warnings
@@ -7,7 +7,7 @@ _OTHERS = ("liger_ext", "transformers", "torch", "contextlib")
 
 
 def warn(message: str) -> None:
-    """A UserWarning at the innermost line that is neither ours nor of the libraries that call us."""
+    """Issues a UserWarning at the innermost line outside liger_ext and the libraries that call it."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OTHERS:
         frame, level = frame.f_back, level + 1

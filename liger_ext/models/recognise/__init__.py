@@ -1,7 +1,7 @@
-"""Recognises transformers' code by the text of what a class runs, whatever the names in it are.
+"""Recognises the code of transformers' classes by the text of the functions that they run, whatever names it uses.
 
-`normal_form` writes a function as text in which names are numbers; `reading` does so for a class and for what its
-`forward` calls; `known` looks the text's digest up in `known.json`, the table of all code that liger_ext replaces.
-`python -m liger_ext.models.recognise` reports what of the installed transformers is known, changed or new, and prints
-entries for the table.
+`normal_form` writes a function as text in which names are numbers. `reading` does this for a class's `forward` and the
+functions that it calls. `known` looks up the text's digest in `known.json`, the table of all code that liger_ext
+replaces. `python -m liger_ext.models.recognise` reports which code of the installed transformers is known, changed or
+new, and prints entries for the table.
 """

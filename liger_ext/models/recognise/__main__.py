@@ -1,4 +1,4 @@
-"""`python -m liger_ext.models.recognise`: see `report`."""
+"""Entry point of `python -m liger_ext.models.recognise`: see `report`."""
 
 import sys
 

@@ -1,18 +1,19 @@
-"""The table of known code, `known.json`: each entry names a part of liger_ext, and the code that it replaces.
+"""Looks up code in `known.json`, the table of known code. An entry names a class or function of liger_ext and the
+transformers code that it replaces.
 
 An entry has
 
-- `part`: what the digest is made of: a "module" (a class's `forward`), "experts" (their method `_apply_gate`), a
-  "layer" or a "head" (how it differs from Llama's of the same version), Llama's own "llama layer" and "llama head",
+- `part`: the code that the digest covers: a "module" (a class's `forward`), "experts" (their method `_apply_gate`), a
+  "layer" or a "head" (its difference from Llama's of the same version), Llama's own "llama layer" and "llama head",
   the "loss", a "rope" (the function that applies rotary embeddings), an "activation" (its constructor and `forward`);
 - `digest`: of the normal form;
-- `replacement`: the class or function that does the same: "norms.RMSNorm" is in `liger_ext.models.modules`. null: the
-  code is known, and nothing of it can be fused; `note` gives the reason;
+- `replacement`: the class or function that computes the same: "norms.RMSNorm" is in `liger_ext.models.modules`. null:
+  the code is known, and nothing in it can be fused; `note` gives the reason;
 - `attributes`: the attributes of `self` in the order of their first use. A word in capitals is an attribute of the
-  replacement, to which the name in the class that is read is bound (EPS becomes "variance_epsilon"); any other must be
-  the name;
+  replacement, which gets the name in the recognised class as its value (EPS becomes "variance_epsilon"). Any other word
+  must be the name itself;
 - `options`: attributes of the replacement, or arguments of a rope;
-- `made_of`: a class that has this code, and `versions`, of transformers, in which it was seen.
+- `made_of`: a class that has this code; `versions`: the versions of transformers in which it was seen.
 """
 
 import functools
@@ -31,7 +32,7 @@ from liger_ext.models.patching.source import names_read
 from liger_ext.models.recognise import normal_form
 from liger_ext.models.recognise.reading import Form, code_read, form_by_code, form_of, form_of_head, form_of_layer
 
-# How the names of classes end that may be in the table. They decide whom a warning names, and nothing else.
+# The name endings of classes that may be in the table. They only decide which classes warnings and reports name.
 ENDS = {
     "norm": ("RMSNorm", "RMSNormGated", "L2Norm"),
     "MLP": ("MLP",),
@@ -53,7 +54,7 @@ class Entry(NamedTuple):
     note: str = ""
 
     def names(self, form: Form) -> dict[str, str] | None:
-        """The names in a class for those that are in capitals here; None if another is not what it must be."""
+        """Returns the class's names for the attributes in capitals; None if another attribute lacks its fixed name."""
         if self.replacement is None or not self.attributes:
             return {}
         pairs = list(zip(self.attributes, form.attributes, strict=True))
@@ -75,7 +76,7 @@ def by_digest() -> dict[tuple[str, str], Entry]:
 
 
 def look_up(cls: type[nn.Module]) -> tuple[Entry, Form] | None:
-    """The entry of a class, and its form; None if its code is not known."""
+    """Returns the entry of a class, and its form; None if its code is not known."""
     for part, form in forms_of(cls):
         entry = find(part, form)
         if entry is not None:
@@ -84,7 +85,7 @@ def look_up(cls: type[nn.Module]) -> tuple[Entry, Form] | None:
 
 
 def forms_of(cls: type[nn.Module]) -> Iterable[tuple[str, Form | None]]:
-    """The parts of the table in which `cls` may be, with its form as that part's digests are made of it."""
+    """Yields the parts of the table in which `cls` may be, each with the form that the part's digests cover."""
     yield "module", form_of(cls.forward, cls)
     if knows_loss():
         yield "head", _difference("head", form_of_head, cls, modeling_llama.LlamaForCausalLM)
@@ -93,8 +94,8 @@ def forms_of(cls: type[nn.Module]) -> Iterable[tuple[str, Form | None]]:
 
 
 def _difference(part: str, form_of_part: Callable, cls: type[nn.Module], llamas: type[nn.Module]) -> Form | None:
-    """How the form of `cls` differs from that of Llama's class: not at all where it is Llama's of any version. None if
-    it has no form, or the form of Llama's class is not known."""
+    """Returns the difference between the form of `cls` and that of Llama's class. It is empty if `cls` has the form of
+    Llama's class in any version. None if `cls` has no form, or the form of Llama's class is not known."""
     form = form_of_part(cls)
     if form is None or find(f"llama {part}", form) is not None:
         return form and form._replace(text="")
@@ -105,8 +106,8 @@ def _difference(part: str, form_of_part: Callable, cls: type[nn.Module], llamas:
 
 
 def ropes_in(cls: type[nn.Module]) -> dict[str, Entry]:
-    """The known functions that apply rotary embeddings in `cls.forward`, by their names. None where other decorators
-    are around it: indexers, which choose what attention reads, have no gradient."""
+    """Returns the known functions that apply rotary embeddings in `cls.forward`, by name. Returns none if `forward` has
+    other decorators: indexers, which select the keys that attention reads, run without gradients."""
     definition = definition_of(cls.forward)
     if definition is None or definition.decorator_list:
         return {}
@@ -120,11 +121,11 @@ def find_rope(rope: object) -> Entry | None:
 
 
 def knows_loss() -> bool:
-    """Whether transformers' loss of causal language models is the one that ours computes."""
+    """Returns whether transformers' loss of causal language models is the one that ours computes."""
     return find("loss", form_of(loss_utils.ForCausalLMLoss)) is not None
 
 
 def find(part: str, form: Form | None) -> Entry | None:
-    """The entry of a form, if the attributes that it needs are there."""
+    """Returns the entry of a form, if the form has the attributes that the entry requires."""
     entry = None if form is None else by_digest().get((part, form.digest))
     return entry if entry is not None and entry.names(form) is not None else None

@@ -1,9 +1,9 @@
-"""The normal form of a function's source: text that changes only where what the function computes may change.
+"""The normal form of a function's source: a text that changes only if the function's result may change.
 
-`known.json` lists digests of this text, so every version of Python must make the same text. `ast.unparse` does not:
-Python 3.10 writes `(a, b) = c`, later ones `a, b = c`. `written` therefore prints the syntax tree itself. This file
-and `patching/source.py` import the standard library alone, because `tests/test_normal_form.py` runs them with every
-Python that the machine has.
+`known.json` lists digests of this text, so every version of Python must produce the same text. `ast.unparse` does not:
+Python 3.10 writes `(a, b) = c`, later versions `a, b = c`. `written` therefore prints the syntax tree itself. This file
+and `patching/source.py` import only the standard library, because `tests/test_normal_form.py` runs them with every
+installed Python.
 """
 
 import ast
@@ -16,7 +16,7 @@ from liger_ext.models.patching.source import find_calls, own_names
 
 
 def written(node: ast.AST, indent: str = "") -> str:
-    """A syntax tree as text: a line for each statement, in which each node has its name and its fields that are set."""
+    """Returns a syntax tree as text: a line for each statement, with the name and the set fields of each node."""
     inline, blocks = [], []
     for name in node._fields:
         value = getattr(node, name, None)
@@ -42,15 +42,15 @@ def _written_value(value: object) -> str:
 def numbered(
     definition: ast.FunctionDef, attributes: dict[str, str], kept: Callable[[str], bool], variables: bool = True
 ) -> ast.FunctionDef:
-    """`definition` with numbers in place of names that its author chose: v0, v1, ... for arguments and variables, and
-    a0, a1, ... for attributes of `self`, each by its first use in the text.
+    """Replaces the names in `definition` that its author chose by numbers, in the order of their first use: v0, v1, ...
+    for arguments and variables, and a0, a1, ... for attributes of `self`.
 
-    So two functions that differ in names alone have one text, and two that use the same names in another order have
-    different ones, or bind the same number to another attribute.
+    Two functions that differ only in names then have the same text. Two that use the same names in another order have
+    different texts, or bind a number to another attribute.
 
     Args:
         attributes: the numbers of attributes so far; new ones are added.
-        kept: whether an attribute keeps its name, as those do that a base class defines.
+        kept: returns whether an attribute keeps its name, because a base class defines it.
         variables: False leaves the names of the function, its arguments and variables.
     """
     return _Numbered(definition, attributes, kept, variables).visit(definition)
@@ -86,15 +86,15 @@ def digest(*texts: str) -> str:
 
 
 def difference(text: str, other: str) -> str:
-    """Returns the lines that are removed from `text` and added in `other`. Each has its neighbours around it, since the
-    same line at another place may compute something else."""
+    """Returns the lines that are removed from `text` and added in `other`, with their neighbours: the same line at
+    another place may compute something else."""
     changes = list(difflib.unified_diff(text.splitlines(), other.splitlines(), n=1, lineterm=""))
     return "\n".join(change for change in changes[2:] if not change.startswith("@@"))
 
 
 def of_layer(definition: ast.FunctionDef) -> ast.FunctionDef | None:
-    """A decoder layer that gives its arguments to the attention, by their names, without these arguments. It may
-    withhold some, and has defaults: `DecoderLayer` looks which. None if it does something else with them."""
+    """Removes from a decoder layer the arguments that it passes to its attention by name. The layer may withhold some,
+    and may have defaults: `DecoderLayer` reads both from the class. None if it uses the arguments in another way."""
     calls = find_calls(definition, "self.self_attn")
     names = _names_of_arguments(definition)
     given = [name for name in names if any(keyword.arg == name for call in calls for keyword in call.keywords)]
@@ -105,9 +105,9 @@ def of_layer(definition: ast.FunctionDef) -> ast.FunctionDef | None:
 
 
 def of_head(definition: ast.FunctionDef) -> ast.FunctionDef | None:
-    """A head that gives its arguments to its model, by their names, without these arguments; without the number of
-    classes, which our loss does not read, and without what it returns as its model has returned it. None if it gives
-    its model or its loss something else."""
+    """Removes from a head the arguments that it passes to its model by name, the loss's `vocab_size`, which our loss
+    does not read, and the fields that it copies from its model's output. None if it passes something else to its model
+    or its loss."""
     if definition.args.kwarg is None:
         return None
     text = renamed(ast.unparse(definition)).replace("outputs[0]", "outputs.last_hidden_state")
@@ -138,8 +138,8 @@ def of_head(definition: ast.FunctionDef) -> ast.FunctionDef | None:
     return definition
 
 
-OWN_ARGUMENTS = "labels", "logits_to_keep", "return_dict"  # of a head, which its model need not get
-# A patched head gives its model these arguments where transformers' head does.
+OWN_ARGUMENTS = "labels", "logits_to_keep", "return_dict"  # a head's arguments that its model need not receive
+# A patched head passes these arguments to its model if transformers' head does.
 _PASSED = "return_dict=True", "return_dict=return_dict", "labels=labels", "logits_to_keep=logits_to_keep"
 
 
@@ -153,8 +153,8 @@ _AS_TUPLE = written(
 
 
 class _Resolved(ast.NodeTransformer):
-    """Without the lines in which a head decides what its model would decide as well, without the tuple that it returns
-    in place of an output, and without advice to the user."""
+    """Removes the lines of a head that set defaults which its model sets as well, the tuple that it returns in place of
+    an output, and warnings to the user."""
 
     def visit_Assign(self, node: ast.Assign) -> ast.stmt | None:
         name = ast.unparse(node.targets[0])
@@ -168,7 +168,7 @@ class _Resolved(ast.NodeTransformer):
 
 
 def renamed(text: str) -> str:
-    """The text of a head in which its model, what that returns, and the logits, have the names that Llama's have."""
+    """Returns the text of a head with Llama's names for its model, the model's output, and the logits."""
     call = MODEL_CALL.search(text)
     if call is not None:
         name = f"self.{call['model']}("
@@ -178,7 +178,7 @@ def renamed(text: str) -> str:
 
 
 def _with_name(text: str, old: str, new: str) -> str:
-    """`text` with another name of a variable; as it is where the new one is a variable's already."""
+    """Renames a variable in `text`, unless another variable has the new name."""
     return text if re.search(rf"\b{new}\b(?!=)", text) else re.sub(rf"\b{old}\b", new, text)
 
 
@@ -193,7 +193,8 @@ def _names_of_arguments(method: ast.FunctionDef) -> list[str]:
 
 
 def _hands_on(call: ast.Call, function: ast.FunctionDef, names: list[str], with_rest: bool = True) -> bool:
-    """Whether `call` is given these by their names, the rest of the arguments of `function`, and nothing else."""
+    """Returns whether `call` passes the arguments `names` by name, with `with_rest` also the `**` argument of
+    `function`, and nothing else."""
     rest = function.args.kwarg
     given = {k.arg: ast.unparse(k.value) for k in call.keywords}
     expected = {name: name for name in names} | ({None: rest.arg} if rest is not None and with_rest else {})

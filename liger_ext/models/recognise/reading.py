@@ -1,4 +1,4 @@
-"""The normal forms of functions and classes of transformers, with the functions that they call."""
+"""Builds the normal forms of transformers' functions and classes, with the functions that they call."""
 
 import ast
 import functools
@@ -25,9 +25,9 @@ class Form(NamedTuple):
 
 
 def form_of(function: Callable | None, cls: type[nn.Module] | None = None) -> Form | None:
-    """The form of `function`, with the functions of transformers that it calls, and the methods of `cls`.
+    """Returns the form of `function`, with the functions of transformers and the methods of `cls` that it calls.
 
-    None if some of the source is not there to be read.
+    None if some of the source is not available.
     """
     texts, attributes = [], {}
     functions = [] if function is None else [inspect.unwrap(function)]
@@ -41,17 +41,19 @@ def form_of(function: Callable | None, cls: type[nn.Module] | None = None) -> Fo
 
 
 def code_read(function: Callable, cls: type | None = None) -> tuple:
-    """All that a form is made of: what is remembered of it holds for as long as nobody edits that."""
+    """Returns the functions and code objects that a form is built from: the key of a cache of forms, which is valid
+    until somebody edits one of them."""
     return tuple((f, getattr(f, "__code__", None)) for f in functions_read(function, cls))
 
 
 def _keeps_its_name(attribute: str) -> bool:
-    """Whether an attribute's name says what it is: PyTorch and transformers have defined it."""
+    """Returns whether an attribute keeps its name in the form, because PyTorch or transformers defines its meaning."""
     return attribute in ("config", "training") or hasattr(PreTrainedModel, attribute)
 
 
 def form_of_layer(cls: type[nn.Module]) -> Form | None:
-    """That of a decoder layer without the arguments that it gives to its attention; None if it does more with them."""
+    """Returns the form of a decoder layer without the arguments that it passes to its attention; None if it uses them
+    in another way."""
     definition, attributes = definition_of(cls.forward), {}
     definition = definition and normal_form.of_layer(definition)
     if definition is None:
@@ -62,7 +64,8 @@ def form_of_layer(cls: type[nn.Module]) -> Form | None:
 
 
 def form_of_head(cls: type[nn.Module]) -> Form | None:
-    """That of a causal language model's head without the arguments that it gives to its model."""
+    """Returns the form of a causal language model's head without the arguments that it passes to its model; None if it
+    uses them in another way."""
     if not issubclass(cls, PreTrainedModel):
         return None
     definition = definition_of(cls.forward)
@@ -73,7 +76,8 @@ def form_of_head(cls: type[nn.Module]) -> Form | None:
 
 
 def _with_codes(definition: ast.FunctionDef, called: list[Callable], cls: type[nn.Module]) -> str:
-    """The text of `definition`, and digests of what it calls, but for functions that a patch calls as well."""
+    """Returns the text of `definition`, and digests of the functions that it calls, except those that a patch calls,
+    too."""
     forms = {f.__name__: form_of(f, cls) for f in called if f.__name__ not in CALLED_BY_PATCHES}
     codes = [f"{name} {form and form.digest}" for name, form in forms.items()]
     return "\n".join([normal_form.written(definition), *codes])

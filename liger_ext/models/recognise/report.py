@@ -1,6 +1,6 @@
-"""What of the installed transformers is known, and what an entry for the rest would look like.
+"""Reports which code of the installed transformers is known, and drafts entries of the table `known.json` for the rest.
 
-`python -m liger_ext.models.recognise` prints it. docs/adding_a_model.md shows how to use it for a new model.
+`python -m liger_ext.models.recognise` prints the report. docs/adding_a_model.md shows how to use it for a new model.
 """
 
 import ast
@@ -32,7 +32,7 @@ class Seen(NamedTuple):
 
     @property
     def forms(self) -> dict[str, Form]:
-        """By part of the table."""
+        """The forms of the class, by part of the table."""
         return {part: form for part, form in forms_of(self.cls) if form is not None}
 
     @property
@@ -45,13 +45,13 @@ class Seen(NamedTuple):
 
     @property
     def is_missed(self) -> bool:
-        """Whether it looks like a part that can be fused, and is not known."""
+        """True if the class has the name of a part that can be fused, and its code is not known."""
         rotates = self.kind != "attention" or "apply_rotary_" in _text(self.cls)
         return self.kind is not None and rotates and not self.is_known
 
     @property
     def has_changed(self) -> bool:
-        """Whether the table has other code of this class."""
+        """True if the table has only other code of this class."""
         return not self.is_known and any(entry.made_of == self.path for entry in entries())
 
     @property
@@ -60,14 +60,14 @@ class Seen(NamedTuple):
 
 
 def _kind_of(path: str) -> str | None:
-    """Which part the name of a class is that of, if that part may be fused."""
+    """Returns the part that the name of a class stands for, if it can be fused."""
     return next((kind for kind, ends in ENDS.items() if path.endswith(ends)), None)
 
 
 def look(folders: Iterable[str] = ()) -> Iterator[Seen]:
-    """Yields all classes of models, of these folders of `transformers.models` or of all, whose `forward` is their own.
+    """Yields the classes with their own `forward` in these folders of `transformers.models`, or in all folders.
 
-    A module that cannot be imported, for want of a package, is skipped.
+    Skips a module that cannot be imported because a package is missing.
     """
     logging.getLogger("transformers").setLevel(logging.ERROR)
     folders = set(folders)
@@ -77,7 +77,7 @@ def look(folders: Iterable[str] = ()) -> Iterator[Seen]:
         name = f"transformers.models.{path.parent.name}.{path.stem}"
         try:
             module = importlib.import_module(name)
-        except (ImportError, RuntimeError):  # of a package that is not there
+        except (ImportError, RuntimeError):  # a package is missing
             continue
         for cls in list(vars(module).values()):
             if not isinstance(cls, type) or not issubclass(cls, nn.Module):
@@ -92,8 +92,8 @@ def _see(path: str, cls: type[nn.Module]) -> Seen:
 
 
 def report(folders: Iterable[str] = ()) -> str:
-    """The report as text: a line for each model, and for each part that is not known the nearest known code, how it
-    differs, and the entry that would make it known. Of more than ten models, the latter for changed parts alone."""
+    """Returns the report: a line for each model, and for each unknown part the nearest known code, the difference, and
+    the entry that would make the part known. For more than ten models, only changed parts have these details."""
     seen, by_folder = [], {}
     for each in look(folders):
         if each.folder not in by_folder and sys.stderr.isatty():
@@ -134,8 +134,8 @@ def _describe(unknown: Seen, seen: list[Seen]) -> list[str]:
 
 
 def _nearest(unknown: Seen, seen: list[Seen]) -> tuple[str, Seen] | None:
-    """The known class of this kind whose text is most like that of `unknown`, and the part of the table it is in. Those
-    that the table is made of are looked at whatever the report is of."""
+    """Returns the known class of the same kind whose text is most like that of `unknown`, and the part of the table for
+    it. The classes in the table's `made_of` are candidates whatever folders the report covers."""
     candidates = [each for each in (*seen, *_examples(unknown.kind)) if each.kind == unknown.kind]
     candidates = [each for each in candidates if each.entry is not None and each.entry.replacement is not None]
     if not candidates:
@@ -158,15 +158,15 @@ def _examples(kind: str) -> list[Seen]:
 
 @functools.cache
 def _text(cls: type[nn.Module]) -> str:
-    """The source of its `forward`, and of what that calls."""
+    """Returns the source of a class's `forward`, and of the functions that this calls."""
     definitions = map(definition_of, functions_read(cls.forward, cls))
     return "\n".join(ast.unparse(definition) for definition in definitions if definition is not None)
 
 
 def _entry(unknown: Seen, part: str, known: Seen) -> dict[str, object]:
-    """The entry of `known` with the digest and the attributes of `unknown`. An attribute that both have, or that both
-    have at the same place of as many, gets the word that it has there; the others have their own names, and must be
-    looked at."""
+    """Returns the entry of `known` with the digest and the attributes of `unknown`. An attribute gets the word in
+    capitals of the known attribute with the same name or, if both have as many attributes, at the same position. The
+    others keep their names; a person must check them."""
     form, entry = unknown.forms[part], known.entry
     theirs = known.forms[part].attributes
     by_name = dict(zip(theirs, entry.attributes, strict=False))

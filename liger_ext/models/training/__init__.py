@@ -1,6 +1,6 @@
-"""What a training step keeps for its backward, and where.
+"""Autograd nodes and hooks that decide which tensors a training step saves for its backward, and where.
 
-`nodes` are autograd nodes for the two halves of a decoder layer, of linear layers that `linear` knows; `recompute`
-does the same for layers that must be called. `checkpoint` counts the runs of a checkpointed layer, `offload` lets its
-input wait in host memory. `graph_ops` and `embedding` are ops in graphs of torch.compile.
+`nodes` has autograd nodes for the two halves of a decoder layer, with the linear layers that `linear` accepts.
+`recompute` saves memory in layers that must be called as modules. `checkpoint` counts the runs of a checkpointed layer,
+and `offload` keeps its input in host memory. `graph_ops` and `embedding` define ops for graphs of torch.compile.
 """

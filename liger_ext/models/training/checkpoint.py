@@ -1,7 +1,8 @@
-"""Which run of a decoder layer inside of a checkpoint this is.
+"""Counts the runs of a decoder layer inside a checkpoint.
 
-torch.utils.checkpoint runs what it is given once without keeping anything, and again for what the backward needs. What
-the second run returns is only differentiated, never read: its last matmuls need not run.
+torch.utils.checkpoint runs a function once without saving tensors, and a second time to compute the tensors that the
+backward needs. The result of the second run is only differentiated, never read, so in that run the layer leaves out the
+matmuls that only compute the result.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _current: contextvars.ContextVar[_Region | None] = contextvars.ContextVar("regio
 
 
 class _Region:
-    """One call of a layer's forward that a checkpoint makes, and makes again."""
+    """A layer's forward that a checkpoint calls once, and again in the backward."""
 
     def __init__(self, layer: nn.Module, forward: Callable) -> None:
         self.layer, self.forward, self.runs = layer, forward, 0
@@ -38,11 +39,11 @@ class _Region:
 def counting_runs(
     layer: nn.Module, function: Callable, is_forward: Callable[[Callable], bool], on_host: bool
 ) -> Callable:
-    """`function`, by which `layer` checkpoints its forward, so that `run_of` tells its runs, and the layer's input, if
-    wanted, waits on the host.
+    """Wraps `function`, by which `layer` checkpoints its forward: `run_of` then counts the runs, and with `on_host` the
+    layer's input waits in host memory.
 
-    Only those of what `is_forward` says is the forward, with nothing around it that could read its result, by torch's
-    own function without contexts, which may keep what the first run computed. Other functions may do anything.
+    Counts only a forward that `is_forward` accepts: nothing around it may read its result. Returns `function` itself if
+    it is not torch's own checkpoint, or has a `context_fn`, which may store results of the first run.
     """
     is_partial = isinstance(function, functools.partial)
     called, options = (function.func, function.keywords) if is_partial else (function, {})
@@ -59,6 +60,7 @@ def counting_runs(
 
 
 def run_of(layer: nn.Module) -> int:
-    """0 outside of a checkpoint of this layer alone, and in graphs, which are the same in each run; else 1, 2, ..."""
+    """Returns the number of the current run, 1, 2, ... Returns 0 outside a checkpoint of exactly this layer, and in a
+    graph of torch.compile, because every run executes the same graph."""
     region = None if torch.compiler.is_compiling() else _current.get()
     return region.runs if region is not None and region.layer is layer else 0

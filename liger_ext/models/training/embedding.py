@@ -1,7 +1,8 @@
-"""Token embedding in a graph of torch.compile.
+"""Token embedding in a graph of torch.compile, with PyTorch's own backward kernel.
 
-The compiler's own backward sums a 16-bit weight's gradient in fp32: twice its memory, at the end of the backward, where
-a step of a large model needs most. And it sums in any order: the bits differ from run to run.
+The compiler's generated backward sums a 16-bit weight's gradient in fp32. This takes twice the gradient's memory at the
+end of the backward, where a step of a large model needs most. It also sums in any order: the bits differ from run to
+run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from liger_ext.models.training.recompute import in_training_graph
 
 
 def is_one_op(module: nn.Module, training: bool) -> bool:
-    """Whether a backward may follow in a graph, and `module` is a plain embedding."""
+    """Returns whether a graph is traced that a backward may follow, and `module` is a plain embedding."""
     return (
         in_training_graph(training)
         and type(module) is nn.Embedding
@@ -29,7 +30,7 @@ def is_one_op(module: nn.Module, training: bool) -> bool:
 
 
 def embedding(input_ids: Tensor, module: nn.Embedding) -> Tensor:
-    """``module(input_ids)``: (...) -> (..., embedding_dim)."""
+    """Computes ``module(input_ids)``: (...) -> (..., embedding_dim)."""
     padding_idx = -1 if module.padding_idx is None else module.padding_idx % module.weight.shape[0]
     return _Embedding.apply(input_ids, module.weight, padding_idx)
 

@@ -1,4 +1,4 @@
-"""Functions of a training step that are one op each in a graph of torch.compile, which then does not look into them."""
+"""Decorators that make a function of a training step one op in a graph of torch.compile, which does not trace it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LIBRARY = torch.library.Library("liger_ext_models", "FRAGMENT")  # apart from t
 
 
 def without_autocast(function: Callable) -> Callable:
-    """The dtypes are those of the forward, wherever a backward is called."""
+    """Returns `function` with autocast disabled: a backward then uses the forward's dtypes, wherever it is called."""
 
     @functools.wraps(function)
     def run(*args):
@@ -28,11 +28,11 @@ def without_autocast(function: Callable) -> Callable:
 
 
 def op_of_graphs(arguments: str) -> Callable:
-    """A decorator: in a graph that torch.compile makes, the function is one op, of these arguments.
+    """Returns a decorator that makes a function one op, with these arguments, in a graph of torch.compile.
 
-    What is kept, and in what dtype sums are made, is then decided in the function, not by the compiler, which would
-    keep a matmul's input though it costs next to nothing, and add gradients by kernels. The function returns several
-    tensors; an op has no None among its results: an empty tensor stands for it.
+    The function then decides which tensors are saved, and in which dtype sums are computed. The compiler would save a
+    matmul's input even if it is cheap to recompute, and would add gradients by separate kernels. The function returns
+    several tensors. An op cannot return None: an empty tensor stands for it.
     """
 
     def decorate(function: Callable) -> Callable:

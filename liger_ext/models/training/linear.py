@@ -1,10 +1,10 @@
-"""Linear layers as the nodes of `liger_ext.models.training.nodes` run them: plain ones, and PEFT's with a LoRA adapter.
+"""Linear layers for the nodes of `liger_ext.models.training.nodes`: plain ones, and PEFT's with a LoRA adapter.
 
-With LoRA (arXiv:2106.09685) a layer's result is ``x W^T + b + scaling * (x A^T) B^T``. The second product adds to the
-first where that lies, so that no tensor of the result's size is made for it, scaled, added or cast by kernels of their
-own, forward or backward.
+With LoRA (arXiv:2106.09685) a layer's result is ``x W^T + b + scaling * (x A^T) B^T``. The second product is added to
+the first in place. So no further tensor of the result's size is allocated, or scaled, added or cast by separate
+kernels, in forward or backward.
 
-A layer's parameters are always four: weight, bias, A and B, of which the last three may be None.
+A layer always has four parameters: weight, bias, A and B. The last three may be None.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Parts = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, float]  # a l
 
 
 def fused_parts(layer: nn.Module, x: Tensor) -> Parts | None:
-    """Of a plain linear layer, or such a one with LoRA, that takes the dtype and device of `x`; None of others. The
-    scaling is that of the adapter, 1 without one."""
+    """Returns the parameters and the scaling of a linear layer, plain or with LoRA, of the dtype and device of `x`.
+    None for any other layer. The scaling is the adapter's, or 1."""
     parts = _parts(layer)
     if parts is None:
         return None
@@ -42,7 +42,7 @@ def fused_parts(layer: nn.Module, x: Tensor) -> Parts | None:
 
 
 def parameters_of(x: Tensor, linears: Iterable[Parts]) -> tuple[list[float], list[Tensor | None]]:
-    """The scalings of all layers, and their parameters, in the dtype in which autocast has the matmuls run."""
+    """Returns the scalings of all layers, and their parameters, under autocast cast to its dtype."""
     scalings = [scaling for *_, scaling in linears]
     parameters = [parameter for *of_layer, _ in linears for parameter in of_layer]
     if torch.is_autocast_enabled(x.device.type):
@@ -52,7 +52,7 @@ def parameters_of(x: Tensor, linears: Iterable[Parts]) -> tuple[list[float], lis
 
 
 def _parts(layer: nn.Module) -> Parts | None:
-    """None of a layer that does more."""
+    """Returns a layer's parameters and scaling; None if its call computes more."""
     if is_plain_linear(layer):
         return layer.weight, layer.bias, None, None, 1.0
     if (type(layer).__module__, type(layer).__name__) != (_PEFTS, "Linear"):
@@ -75,18 +75,18 @@ def _parts(layer: nn.Module) -> Parts | None:
 
 
 def _does_nothing(dropout: nn.Module) -> bool:
-    """Whether a call of `dropout` returns its argument."""
+    """Returns whether a call of `dropout` returns its argument."""
     idle = type(dropout) is nn.Dropout and (dropout.p == 0 or not dropout.training)
     return (idle or type(dropout) is nn.Identity) and only_forward_runs(dropout)
 
 
 def by_layer(of_parameters: Sequence) -> list[Sequence]:
-    """What stands in one row for the parameters of all layers, layer by layer."""
+    """Splits a sequence over the parameters of all layers into one sequence for each layer."""
     return [of_parameters[i : i + PARAMETERS] for i in range(0, len(of_parameters), PARAMETERS)]
 
 
 def reads_input(needs: Sequence[bool]) -> bool:
-    """Whether the gradients of a layer's parameters that are wanted, `needs`, are made of the layer's input."""
+    """Returns whether a gradient of a layer's parameters that `needs` requests depends on the layer's input."""
     weight, _, a, b = needs
     return weight or a or b
 
@@ -97,7 +97,7 @@ def linear(x: Tensor, parameters: Sequence[Tensor | None], scaling: float) -> Te
     if a is None:
         return out
     low, rows = _rows(x) @ a.t(), _rows(out)
-    # Selective checkpoints keep matmuls' results, to return them a second time: not to be written.
+    # Selective checkpoints store a matmul's result, and return it a second time: it must not be overwritten.
     add = Tensor.addmm_ if _get_current_dispatch_mode() is None else torch.addmm
     return add(rows, low, b.t(), alpha=scaling).view(out.shape)
 
@@ -110,8 +110,8 @@ def linears_backward(
     needs: Sequence[bool],
     like: Tensor | None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Of linear layers of the same input y, [rows, columns]: the gradient of y, in the shape and dtype of `like` (None:
-    not wanted), and those of the parameters that need one."""
+    """Computes the gradients of linear layers with the same input y, [rows, columns]: of y, in the shape and dtype of
+    `like` (None: not computed), and of the parameters that need one."""
     dy, gradients = None, []
     for dout, of_layer, scaling, wanted in zip(douts, by_layer(parameters), scalings, by_layer(needs), strict=True):
         weight, _, a, b = of_layer
@@ -120,7 +120,7 @@ def linears_backward(
             gradients += [None] * PARAMETERS
             continue
         d = _rows(dout)
-        # In fp16 a product of all rows may overflow that is to be scaled down: its factor is scaled before.
+        # In fp16 a product over all rows may overflow before it is scaled down, so one of its factors is scaled.
         dlow = d @ (b * scaling) if a is not None and (need_a or like is not None) else None
         gradients.append(d.t() @ y if need_weight else None)
         gradients.append(d.sum(0) if need_bias else None)

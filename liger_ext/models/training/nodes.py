@@ -1,23 +1,22 @@
-"""A decoder layer's two halves, each as one node of the autograd graph, which decides what it keeps; and linear layers
-with LoRA.
+"""Autograd nodes that each run half a decoder layer, or a linear layer with LoRA, and decide which tensors they save.
 
-Linear layers keep their inputs: of a Llama the norms' outputs and h = silu(gate) * up, a third of what the forward of a
-training step keeps. Both cost little to make again: the norms' outputs one pass over the norms' inputs, and h is
-written by the backward of the gated linear unit, which reads gate and up anyway, over h's gradient. What a node keeps,
-by the level of `memory`:
+torch's linear layers save their inputs. Among these are the norms' outputs and h = silu(gate) * up: in a Llama a third
+of the memory that a forward saves. Both are cheap to recompute. The norms' outputs take one pass over the norms'
+inputs. The backward of the gated activation reads gate and up anyway, and writes h in place of h's gradient. `memory`
+decides which tensors a node saves:
 
-* "fast": all of it;
-* "auto": neither the norm's output nor h;
-* "low": of the MLP the norm's input alone; the matmuls of gate and up run a second time. Of long inputs gate, up and
+* "fast": all;
+* "auto": all but the norm's output and h;
+* "low": in the MLP only the norm's input; the matmuls of gate and up run a second time. For long inputs gate, up and
   their gradients exist for `TILE` rows at a time.
 
-The gradients of the residual stream and of a norm's consumers are summed on the way, by the norm's backward and by the
-matmuls, not by kernels of their own. The forward's results have the bits that the separate ops give, and those of the
-backward are the same at each level, but for the weights' gradients of tiles, which are summed in fp32. No saved tensor
-is written: a graph may be used twice.
+The norm's backward and the matmuls add up the gradients of the residual stream and of a norm's consumers, without
+separate kernels. The forward has the same bits as the separate ops. The backward has the same bits at each level, but
+for the weights' gradients of tiles, which are summed in fp32. No saved tensor is overwritten: a graph may be used
+twice.
 
-In a checkpoint of the whole layer (`training.checkpoint`) "low" is also the fastest: the second forward, which
-is there for what the backward needs, ends before the MLP.
+In a checkpoint of the whole layer (`training.checkpoint`) "low" is also the fastest level: the second forward only
+recomputes tensors for the backward, and ends before the MLP.
 """
 
 from __future__ import annotations
@@ -58,14 +57,15 @@ _NORM = (0.0, CASTING_MODES["llama"])  # offset, casting mode
 
 
 def norm_linears(x: Tensor, norm: nn.Module, linears: list[Parts], memory: str) -> tuple[Tensor, ...]:
-    """The residual stream, and what `linears` make of its norm: ``x, *(linear(norm(x)) for linear in linears)``.
+    """Returns the residual stream, and linear layers of its norm: ``x, *(linear(norm(x)) for linear in linears)``.
 
-    The first result is `x` itself; who adds to the stream takes it from here, so that its gradient is summed here.
+    The first result is `x` itself. Code that adds to the stream must use this result: then this node's backward adds up
+    the gradients of the stream.
 
     Args:
         x: (..., hidden_size).
         norm: an RMSNorm, of `liger_ext.models.modules.norms`.
-        linears: what `fused_linears` makes of layers of hidden_size columns.
+        linears: from `fused_linears`, for layers with hidden_size columns.
         memory: one of the levels above.
     """
     scalings, parameters = parameters_of(x, linears)
@@ -75,14 +75,14 @@ def norm_linears(x: Tensor, norm: nn.Module, linears: list[Parts], memory: str) 
 def norm_mlp(
     attention: Tensor, stream: Tensor, norm: nn.Module, mlp: list[Parts], memory: str, is_read: bool = True
 ) -> Tensor:
-    """``s + down(silu(gate(y)) * up(y))`` with ``s = attention + stream`` and ``y = norm(s)``.
+    """Computes ``s + down(silu(gate(y)) * up(y))`` with ``s = attention + stream`` and ``y = norm(s)``.
 
     Args:
-        attention, stream: (..., hidden_size), what the attention adds to the residual stream, and the stream.
+        attention, stream: (..., hidden_size), the attention's result, and the residual stream.
         norm: as in `norm_linears`.
-        mlp: what `fused_linears` makes of the layers gate, up and down.
+        mlp: from `fused_linears`, for the layers gate, up and down.
         memory: one of the levels above.
-        is_read: False with "low" says that the result will only be differentiated: what it holds is not computed.
+        is_read: False, with "low": the result is only differentiated, never read, so its values are not computed.
     """
     scalings, parameters = parameters_of(stream, mlp)
     eps = norm.liger_arguments()[1]
@@ -90,7 +90,7 @@ def norm_mlp(
 
 
 def adapted(layer: nn.Module, x: Tensor, training: bool) -> Tensor:
-    """``layer(x)``, as one node if `fused_linears` knows the layer."""
+    """Computes ``layer(x)``, as one node if `fused_linears` accepts the layer."""
     linears = fused_linears(x, (layer,), training)
     if linears is None:
         return layer(x)
@@ -192,7 +192,7 @@ class _NormMLP(torch.autograd.Function):
         return None, None, None, None, dattention, dstream, *others
 
 
-# What is kept for the backward at each level, of (the norm's output, gate, up, h).
+# The tensors that are saved for the backward at each level, of (the norm's output, gate, up, h).
 _KEPT = {"fast": (True, True, True, True), "auto": (False, True, True, False), "low": (False, False, False, False)}
 
 
@@ -219,7 +219,7 @@ def _mlp(y, total, keeps, scalings, parameters):
     kept = [t if keep else None for t, keep in zip((y, gate, up, h), keeps, strict=True)]
     out = linear(h, *down)
     del y, gate, up, h  # frees their memory before more is allocated
-    # Not in place: selective checkpoints keep matmuls' results, to return them a second time.
+    # Not in place: selective checkpoints store a matmul's result, and return it a second time.
     return out + total, *kept
 
 
@@ -261,7 +261,7 @@ def _mlp_backward(dout, total, kept, norm_weight, need_dy, needs, eps, scalings,
         h = dh
     else:
         dgate, dup = _glu_backward(dh, gate, up, *_SWIGLU)
-    del gate, up, dh  # before more is made
+    del gate, up, dh  # before more is allocated
     _, of_down = linears_backward([d], _rows(h), parameters[down], scalings[2:], needs[down], None)
     del h
     if y is None and any(map(reads_input, needs_of[:2])):
@@ -271,19 +271,20 @@ def _mlp_backward(dout, total, kept, norm_weight, need_dy, needs, eps, scalings,
     return dy, [*others, *of_down]
 
 
-# How many rows of the MLP's intermediate tensors exist at a time where they are computed again in the backward: enough
-# to keep a GPU's matrix units busy, and little memory beside that of one layer's attention over a very long sequence.
+# The rows of the MLP's intermediate tensors that exist at a time if the backward recomputes them: enough to keep a
+# GPU's matrix units busy, and little memory beside one layer's attention over a very long sequence.
 TILE = 8192
 
 
 def _tiles(x: Tensor) -> list[slice]:
-    """Of the rows of `x`, if they are more than one tile; none where the size is not known yet, as a graph is made."""
+    """Returns the tiles of the rows of `x`. Returns none if one tile holds all rows, or if `x` has no size yet because
+    a graph is traced."""
     rows = x.numel() // x.shape[-1] if type(x) is Tensor else 0
     return [slice(first, first + TILE) for first in range(0, rows, TILE)] if rows > TILE else []
 
 
 def _added(sums: list[Tensor | None] | None, gradients: list[Tensor | None]) -> list[Tensor | None]:
-    """In fp32: what is added to is rounded when all is there."""
+    """Adds gradients to sums in fp32, which the caller rounds after the last tile."""
     if sums is None:
         return [None if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in gradients]
     return [None if g is None else s.add_(g) for s, g in zip(sums, gradients, strict=True)]
@@ -295,17 +296,17 @@ def _norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Te
 
 
 def fused_linears(x: Tensor, layers: Iterable[nn.Module], training: bool) -> list[Parts] | None:
-    """What the nodes run of `layers`; None unless these are linear layers, plain or with LoRA, that take the dtype of
-    `x`, and no more than a backward may follow."""
+    """Returns the parts of `layers` that the nodes run. None unless all are linear layers, plain or with LoRA, of the
+    dtype of `x`, and nothing but a backward may follow: no functorch transform, forward-mode derivative or export."""
     if x.device.type not in ("cpu", "cuda") or not is_plain_tensor(x):
         return None
     if torch.compiler.is_compiling():
-        if not training or is_exported():  # what is exported has public ops alone
+        if not training or is_exported():  # an exported graph contains only public ops
             return None
     elif torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return None
     if any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()):
-        return None  # it may give F.linear another meaning, and hence another derivative
+        return None  # the mode may replace F.linear, and with it the derivative
     linears = []
     for layer in layers:
         parts = fused_parts(layer, x)
@@ -316,8 +317,8 @@ def fused_linears(x: Tensor, layers: Iterable[nn.Module], training: bool) -> lis
 
 
 def _as_they_are(parameters: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """What is to be saved of parameters: what is theirs now, also if the user gives them another `.data`. That moves no
-    version counter, and torch's own linear layers, which save a view, are not changed by it either."""
+    """Returns detached parameters to be saved. They keep the present values if the user assigns another `.data`, which
+    changes no version counter. torch's own linear layers save a view, and so keep the values, too."""
     return [None if p is None else p.detach() for p in parameters]
 
 
@@ -326,8 +327,8 @@ def _rows(t: Tensor | None) -> Tensor | None:
 
 
 def _norm_backward(dy, dstream, x, weight, rstd, need_x, need_weight) -> tuple[Tensor | None, Tensor | None]:
-    """Of a norm's input, `dstream` added, and of its weight."""
-    if dy is None:  # nobody used the norm's output, or nobody wants what comes of it
+    """Returns the gradients of a norm's input, with `dstream` added, and of its weight."""
+    if dy is None:  # the norm's output was not used, or needs no gradient
         return (dstream if need_x else None), None
     dx, dweight = _add_rms_norm_backward(dy, dstream, x, weight, rstd, _NORM[0], need_x, need_weight)
     return (dx if need_x else None), (dweight if need_weight else None)

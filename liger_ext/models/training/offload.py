@@ -1,7 +1,7 @@
-"""Layers' inputs that wait in host memory for the backward: with gradient checkpointing, nearly all that is kept.
+"""Keeps the inputs of checkpointed layers in host memory until the backward. A checkpointed step saves little else.
 
-Copies run beside the matmuls, on a stream of their own: to the host while the layer runs, and back while the backward
-of the layer after it does.
+The copies run on a separate stream, at the same time as the matmuls: to the host while the layer runs, and back during
+the backward of the next layer.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch import Tensor
 from torch._C._autograd import _saved_tensors_hooks_is_enabled, _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 
-_WORTHWHILE = 1 << 20  # bytes; of anything smaller, the copy costs more than it is worth
-_PIECE = 1 << 26  # bytes; torch rounds pinned memory up to powers of two, which is too much for a whole input
+_WORTHWHILE = 1 << 20  # bytes; a copy of a smaller tensor costs more than it saves
+_PIECE = 1 << 26  # bytes; torch rounds pinned memory up to powers of two, which wastes too much for a whole input
 
 
 @contextlib.contextmanager
 def inputs_on_host(x: Tensor) -> Iterator[None]:
-    """Inside, a checkpoint that saves `x`, a layer's input, saves a copy on the host.
+    """A context in which a checkpoint that saves `x`, a layer's input, saves a copy on the host.
 
-    Nothing changes on a CPU, and under saved-tensor hooks of others, which see to it themselves.
+    It has no effect on a CPU, or under saved-tensor hooks of others, which decide themselves where to store tensors.
 
     Raises:
-        RuntimeError: `x` was written meanwhile.
+        RuntimeError: `x` was modified inside the context.
     """
     free = _saved_tensors_hooks_is_enabled() and _top_saved_tensors_default_hooks(False) is None
     if not (x.is_cuda and x.is_contiguous() and type(x) is Tensor and x.nbytes >= _WORTHWHILE and free):
@@ -51,12 +51,12 @@ def inputs_on_host(x: Tensor) -> Iterator[None]:
 
 
 class _OnHost:
-    """Values in pinned host memory, and how to bring them back."""
+    """A tensor's values in pinned host memory, with the copy back to its device."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.like = tensor.to("meta")
         self.device = tensor.device
-        self.before = _last.get(self.device)  # whose turn in the backward is next
+        self.before = _last.get(self.device)  # the backward needs this one next
         _last[self.device] = weakref.ref(self)
         self.fetched: Tensor | None = None
         stream = _stream(self.device)
@@ -68,7 +68,8 @@ class _OnHost:
         self.ready = stream.record_event()
 
     def fetch(self) -> None:
-        """Begins to copy; the memory is the current stream's, which may still use what was there before."""
+        """Starts the copy to the device. It waits for the current stream, which allocates the memory and may still use
+        its former contents."""
         self.fetched = torch.empty_like(self.like, device=self.device)
         self.owner, stream = torch.cuda.current_stream(self.device), _stream(self.device)
         stream.wait_stream(self.owner)
@@ -88,7 +89,7 @@ class _OnHost:
         return tensor
 
     def __del__(self) -> None:
-        """What was fetched for a backward that went no further must not be used for something else while it comes."""
+        """Waits for a copy that no backward has read, so that its memory is not reused before the copy ends."""
         if getattr(self, "fetched", None) is not None:
             self.owner.wait_event(self.ready)
 

@@ -1,9 +1,13 @@
-"""Results that cost little to make again, and that their consumers then need not keep for the backward.
+"""Recomputes cheap results in the backward, so that the modules that read them need not save them.
 
-Linear layers keep their inputs: the norms' outputs, and the MLP's h = silu(gate) * up. Under torch.compile a checkpoint
-around the op says that it runs again (`recomputed`). Without it `training.nodes` has nodes of the graph that keep less.
-Where layers are not ours to change (LoRA, quantised weights, hooks), saved-tensor hooks around their call recognise the
-result, whoever saves it, and keep how to make it (`remade`). A module's `liger_memory` of "fast" switches both off.
+Linear layers save their inputs: the norms' outputs, and the MLP's h = silu(gate) * up. Two functions avoid this:
+
+- `recomputed`, under torch.compile, puts the op that computes the input into a checkpoint.
+- `remade`, without torch.compile, is for linear layers that must be called as modules (LoRA, quantised weights, hooks).
+  Saved-tensor hooks around the call recognise the input, whichever op saves it, and store the function that computes it
+  instead. (Plain linear layers run in `training.nodes`, which save less by themselves.)
+
+Neither has an effect if a module's `liger_memory` is "fast".
 """
 
 from __future__ import annotations
@@ -23,22 +27,23 @@ from liger_ext.models.patching.calls import is_exported
 
 
 def in_training_graph(training: bool) -> bool:
-    """Whether torch.compile makes a graph that a backward may follow.
+    """Returns whether torch.compile traces a graph that a backward may follow.
 
-    torch.export makes graphs as well, of public ops alone; a checkpoint in one has no gradients, or does not run.
+    It is False for a graph of torch.export: that contains only public ops, and a checkpoint in it has no gradients, or
+    does not run.
     """
     return torch.compiler.is_compiling() and not is_exported() and training and torch.is_grad_enabled()
 
 
 def recomputed(module: nn.Module, function: Callable, *args: object) -> object:
-    """`function(*args)`; a compiled training step of `module` keeps `args` for the backward, and not the result.
+    """Returns `function(*args)`. A compiled training step of `module` saves `args` for the backward, not the result.
 
-    torch.compile chooses what to keep, but a matmul's input it always keeps, as the matmul's backward reads it, even
-    where it is the result of an op that costs next to nothing. Nothing changes outside of torch.compile, where a
-    checkpoint takes more of the host's time than such an op, nor in evaluation.
+    torch.compile chooses which tensors to save. It always saves a matmul's input, which the matmul's backward reads,
+    even if a cheap op computes it. Outside torch.compile, and in evaluation, `recomputed` only calls `function`: a
+    checkpoint would take more of the host's time than a cheap op.
 
-    `args` has all numbers that `function` takes. torch.compile(dynamic=True) makes a float that it first finds inside
-    of a checkpoint, such as a default, an input of that checkpoint, and does not find it in the next one.
+    `args` must contain all numbers that `function` takes. torch.compile(dynamic=True) turns a float that it first finds
+    inside a checkpoint, such as a default, into an input of that checkpoint, and does not find it in the next one.
     """
     if in_training_graph(module.training) and module.liger_memory != "fast":
         return checkpoint(function, *args, use_reentrant=False)
@@ -48,29 +53,31 @@ def recomputed(module: nn.Module, function: Callable, *args: object) -> object:
 def remade(
     module: nn.Module, tensor: Tensor, make: Callable[..., Tensor], *arguments: object
 ) -> AbstractContextManager:
-    """Inside, who saves `tensor` for a backward keeps `make(*arguments)`, which runs when the first of them needs it.
+    """Returns a context in which ops that save `tensor` for their backward save `make(*arguments)` in its place. The
+    first of their backwards calls it.
 
-    `make` gives the same bits again. Nothing changes where `tensor` is not part of a graph, whose nodes keep the
-    arguments anyway, and under saved-tensor hooks of others (offloading, non-reentrant checkpoints), which count on
-    seeing every tensor, or where hooks are forbidden.
+    `make` must return the same bits again. The context has no effect in three cases: `tensor` is not part of a graph
+    (the nodes of a graph save the arguments anyway); other saved-tensor hooks are active (offloading, non-reentrant
+    checkpoints), which must receive every tensor; or hooks are disabled.
     """
     if module.liger_memory == "fast" or torch.compiler.is_compiling() or not _saved_tensors_hooks_is_enabled():
         return contextlib.nullcontext()
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
     foreign = top is not None and not isinstance(getattr(top[0], "__self__", None), _Recipe)
     recorded = torch.is_grad_enabled() and tensor.requires_grad
-    has_memory = type(tensor) is Tensor and not tensor.is_meta  # by whose address it is recognised
+    has_memory = type(tensor) is Tensor and not tensor.is_meta  # its address identifies it
     if foreign or not recorded or not has_memory:
         return contextlib.nullcontext()
     return saved_tensors_hooks(_Recipe(tensor, make, arguments).pack, lambda saved: saved())
 
 
 def _kept(tensor: Tensor) -> Callable[[], Tensor]:
-    """What returns `tensor` without its place in the graph: an output's own node would hold itself."""
+    """Returns a function that returns `tensor` detached: a node that saves its own output would otherwise keep itself
+    alive."""
     detached, version = tensor.detach(), tensor._version
 
     def get() -> Tensor:
-        if detached._version != version:  # torch does not look where there are hooks
+        if detached._version != version:  # torch does not check this under hooks
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"a tensor of shape {tuple(detached.shape)} is at version {detached._version}, expected {version}"
@@ -86,7 +93,7 @@ class _Recipe:
         self.offset = tensor.storage_offset()
         self.make = make
         self.arguments = [_kept(a) if isinstance(a, Tensor) else a for a in arguments]
-        self.users = self.waiting = 0  # who has saved it, and who will still ask in this backward
+        self.users = self.waiting = 0  # ops that have saved it, and those that have yet to read it in this backward
         self.value: Tensor | None = None
 
     @staticmethod
@@ -107,6 +114,6 @@ class _Recipe:
             with torch.no_grad():
                 value = self.value = self.make(*(a() if callable(a) else a for a in self.arguments))
         self.waiting -= 1
-        if self.waiting == 0:  # a second backward through the same graph begins anew
+        if self.waiting == 0:  # a second backward through the same graph starts anew
             self.value, self.waiting = None, self.users
         return value.as_strided(size, stride, offset + value.storage_offset())
