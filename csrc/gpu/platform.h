@@ -3,8 +3,8 @@
 //
 // A kernel is a struct,
 //   struct K { struct Args {plain data}; static constexpr int max_threads; static LIGER_DEVICE void run(const Args&); };
-// and launch<K>(made, args, stream) launches it as `made`, a launch::Launch (launch/launch.h), describes. All lanes of a warp must reach
-// its collectives, and all threads of a block its barriers. So a thread whose row lies past the end clears a `live` flag and does not
+// and launch<K>(config, args, stream) launches it as `config`, a launch::Launch (launch/launch.h), describes. All lanes of a warp must
+// reach its collectives, and all threads of a block its barriers. So a thread whose row lies past the end clears a `live` flag and does not
 // return early, and loops that contain collectives have the same trip count in all threads of the block.
 #pragma once
 #include <cstdint>

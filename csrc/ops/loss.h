@@ -29,7 +29,7 @@ inline CrossEntropyBackward backward_args(const CrossEntropyRows& forward_args, 
           .temperature = forward_args.temperature};
 }
 
-// values: the counts (CrossEntropyCounts), with `more` elements behind them in the same tensor. how: the arguments with which
+// values: the counts (CrossEntropyCounts), with `more` elements behind them in the same tensor. arguments: those with which
 // cross_entropy_counts or the reduction computes the counts.
 struct Counts {
   Tensor values;
