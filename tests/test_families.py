@@ -371,7 +371,7 @@ def test_heads_that_differ_a_little(old, new):
     """The normal form of a head changes if its loss receives fewer or other arguments."""
 
     def form(source):
-        found = normal_form.of_head(definition_in(source))
+        found = normal_form.reduce_head(definition_in(source))
         return None if found is None else normal_form.written(found)
 
     source = text_of(transformers.LlamaForCausalLM.forward)

@@ -148,7 +148,7 @@ def test_the_table():
     lines, entries = text.splitlines(), known.entries()
     assert len(lines) == len(entries) + 2 and len(known.by_digest()) == len(entries)
     parts = list(dict.fromkeys(entry.part for entry in entries))
-    order = [(parts.index(e.part), e.replacement is None, e.replacement or "", e.made_of, e.digest) for e in entries]
+    order = [(parts.index(e.part), e.replacement is None, e.replacement or "", e.example, e.digest) for e in entries]
     assert order == sorted(order)
     for entry in entries:
         if entry.part in ("module", "experts", "layer", "head") and entry.replacement is not None:

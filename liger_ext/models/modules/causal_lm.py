@@ -34,7 +34,7 @@ from liger_ext.models.modules.loss import (
 from liger_ext.models.patching.calls import exports_onnx
 from liger_ext.models.patching.forwards import text_of
 from liger_ext.models.patching.swap import Mixin
-from liger_ext.models.recognise.normal_form import MODEL_CALL, OWN_ARGUMENTS, renamed
+from liger_ext.models.recognise.normal_form import HEAD_ARGUMENTS, MODEL_CALL, renamed
 from liger_ext.ops._loss_plan import Level
 
 
@@ -91,7 +91,7 @@ class CausalLM(Mixin):
         cls.PASSED = _passed_by(stock)
         parameters = inspect.signature(stock.forward).parameters
         cls.KEEPS = "logits_to_keep" in parameters
-        given = [p for p in parameters.values() if p.name not in OWN_ARGUMENTS]
+        given = [p for p in parameters.values() if p.name not in HEAD_ARGUMENTS]
         cls.DEFAULTS = {p.name: p.default for p in given if p.default not in (None, p.empty)}
         # These methods read the source of a class's module. The call caches the result for subclasses, ours included.
         for name in ("_can_set_attn_implementation", "_can_set_experts_implementation"):

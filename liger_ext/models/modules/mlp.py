@@ -11,13 +11,13 @@ from transformers import activations
 from liger_ext import functional
 from liger_ext.models.patching.calls import exports_onnx, only_forward_runs
 from liger_ext.models.recognise.known import find
-from liger_ext.models.recognise.reading import Form, form_of
+from liger_ext.models.recognise.reading import Form, build_form
 from liger_ext.models.training.recompute import recomputed, remade
 
 
 def _known_as(cls: type[nn.Module]) -> str | None:
     """Returns the activation that a transformers class computes, by the code of its `__init__` and `forward`."""
-    forms = [form_of(vars(cls)[name], cls) for name in ("__init__", "forward") if name in vars(cls)]
+    forms = [build_form(vars(cls)[name], cls) for name in ("__init__", "forward") if name in vars(cls)]
     entry = None if None in forms else find("activation", Form("\n".join(form.text for form in forms)))
     return entry and entry.replacement
 

@@ -131,7 +131,7 @@ def called_by(definition: ast.FunctionDef, function: Callable, cls: type | None 
 
 
 def functions_read(function: Callable, cls: type | None = None) -> list[Callable]:
-    """Returns `function` without its wrappers, and the functions that `recognise.reading.form_of` reads with it."""
+    """Returns `function` without its wrappers, and the functions that `recognise.reading.build_form` reads with it."""
     found = [inspect.unwrap(written_function(function))]
     for each in found:
         definition = _definition_of_code(each.__code__) if isinstance(each, types.FunctionType) else None

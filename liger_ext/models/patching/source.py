@@ -38,7 +38,7 @@ def definition_in(source: str) -> ast.FunctionDef | None:
     return _WithoutAnnotations().visit(definition)
 
 
-def own_names(definition: ast.FunctionDef) -> set[str]:
+def local_names(definition: ast.FunctionDef) -> set[str]:
     """Returns the names of a function's arguments and of the variables that it assigns."""
     nodes = list(ast.walk(definition))
     stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
@@ -48,7 +48,7 @@ def own_names(definition: ast.FunctionDef) -> set[str]:
 def names_read(definition: ast.FunctionDef) -> tuple[list[str], list[str]]:
     """Returns the names that a function reads and does not define, and the attributes of `self` that it reads."""
     nodes = list(ast.walk(definition))
-    names, own = [node for node in nodes if isinstance(node, ast.Name)], own_names(definition)
+    names, own = [node for node in nodes if isinstance(node, ast.Name)], local_names(definition)
     others = (name.id for name in names if name.id not in own and not hasattr(builtins, name.id))
     attributes = (node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name))
     of_self = (attribute.attr for attribute in attributes if attribute.value.id == "self")
