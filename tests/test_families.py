@@ -43,7 +43,7 @@ import liger_ext.functional as LF
 from liger_ext.models import families
 from liger_ext.models.model_types import FUNCTION_OF
 from liger_ext.models.modules import causal_lm, decoder, experts, layers, mlp, norms
-from liger_ext.models.patching.forwards import text_of
+from liger_ext.models.patching.forwards import source_text
 from liger_ext.models.patching.source import definition_in
 from liger_ext.models.recognise import normal_form
 
@@ -374,7 +374,7 @@ def test_heads_that_differ_a_little(old, new):
         found = normal_form.reduce_head(definition_in(source))
         return None if found is None else normal_form.written(found)
 
-    source = text_of(transformers.LlamaForCausalLM.forward)
+    source = source_text(transformers.LlamaForCausalLM.forward)
     calls = source.replace("**kwargs)\n    return", "**kwargs)\n\n    return")
     assert old in calls
     assert form(calls) is not None and form(calls.replace(old, new)) != form(calls)

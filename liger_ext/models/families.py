@@ -28,8 +28,8 @@ from liger_ext.models.modules.loss import MEMORY_LEVELS, causal_lm_cross_entropy
 from liger_ext.models.modules.mlp import MLP
 from liger_ext.models.modules.norms import LayerNorm, Norm
 from liger_ext.models.patches import is_left_alone, patch_of, patch_of_llamas, stock_classes
-from liger_ext.models.patching.classes import stock_class, written_class
-from liger_ext.models.patching.names import MODELS, class_of
+from liger_ext.models.patching.classes import source_class, stock_class
+from liger_ext.models.patching.names import MODELS, find_class_by_name
 from liger_ext.models.patching.swap import PatchHandle, on_construction, swap_classes
 from liger_ext.models.patching.warn import warn
 from liger_ext.models.recognise.known import ENDS, knows_loss
@@ -242,7 +242,7 @@ def _taken(patch: type[nn.Module], modules: list[nn.Module]) -> list[nn.Module]:
     stock = stock_class(patch)
     taken = [module for module in modules if isinstance(module, stock)]
     if patch is LayerNorm:
-        return [module for module in taken if written_class(type(module), stock) in (stock, patch)]
+        return [module for module in taken if source_class(type(module), stock) in (stock, patch)]
     if issubclass(patch, MLP | Experts):
         return [module for module in taken if patch.unit_of(module) is not None]
     if issubclass(patch, DecoderLayer):
@@ -327,7 +327,7 @@ def __getattr__(name: str) -> object:
     if model_type in FAMILIES:
         function = globals()[name] = patch_function(model_type)
         return function
-    stock = class_of(name)
+    stock = find_class_by_name(name)
     if stock is not None and patch_of(stock) is not None:
         return patch_of(stock)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

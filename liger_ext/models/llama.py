@@ -18,7 +18,7 @@ from liger_ext.models.modules.mlp import MLP
 from liger_ext.models.modules.norms import RMSNorm
 from liger_ext.models.modules.rope import rope_for
 from liger_ext.models.patching.calls import exports_onnx
-from liger_ext.models.patching.forwards import definition_of, written_function
+from liger_ext.models.patching.forwards import parse_function, stock_function
 from liger_ext.models.patching.source import find_calls
 from liger_ext.models.patching.swap import copy_forward, replaces
 from liger_ext.models.training.embedding import embedding, is_one_op
@@ -78,7 +78,7 @@ _MAKE_A_MASK = ("attention_mask", "position_ids", "past_key_values", "cache", "c
 
 def knows_model(cls: type[nn.Module]) -> bool:
     """Returns whether `cls.forward` uses the token ids and builds the mask as the `LlamaModel` of this file assumes."""
-    definition = definition_of(cls.forward)
+    definition = parse_function(cls.forward)
     if definition is None:
         return False
     text, names = ast.unparse(definition), (node.id for node in ast.walk(definition) if isinstance(node, ast.Name))
@@ -106,7 +106,7 @@ class LlamaMLP(MLP, modeling_llama.LlamaMLP):
     forward = MLP.forward
 
 
-@replaces(modeling_llama, apply_rotary_pos_emb=rope_for(written_function(modeling_llama.apply_rotary_pos_emb)))
+@replaces(modeling_llama, apply_rotary_pos_emb=rope_for(stock_function(modeling_llama.apply_rotary_pos_emb)))
 class LlamaAttention(Attention, modeling_llama.LlamaAttention):
     pass
 

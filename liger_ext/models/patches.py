@@ -22,8 +22,8 @@ from liger_ext.models.modules.decoder import Attention, DecoderLayer
 from liger_ext.models.modules.rope import known_rope
 from liger_ext.models.patching.calls import is_patch
 from liger_ext.models.patching.classes import inherits_forward, pickled_as
-from liger_ext.models.patching.forwards import text_of, with_arguments
-from liger_ext.models.patching.names import MODELS, REMOTE, name_of
+from liger_ext.models.patching.forwards import source_text, with_arguments
+from liger_ext.models.patching.names import MODELS, REMOTE, pickle_name
 from liger_ext.models.patching.swap import find_replacements, replaces
 from liger_ext.models.recognise.known import ENDS, Entry, look_up, ropes_in
 from liger_ext.models.recognise.reading import code_read
@@ -103,7 +103,7 @@ def _patch_made(cls: type[nn.Module], kind: type, attributes: tuple[tuple[str, o
     if cls.__module__.startswith(REMOTE):  # `save_pretrained` copies the file of this module next to the weights
         namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     else:  # pickle finds the class through the `__getattr__` of that module
-        namespace = {"__module__": "liger_ext.models.families", "__qualname__": name_of(cls)}
+        namespace = {"__module__": "liger_ext.models.families", "__qualname__": pickle_name(cls)}
     if hasattr(kind, "forward"):
         arguments = [*inspect.signature(cls.forward).parameters][1:]
         takes_same = not issubclass(kind, DecoderLayer)  # which takes *args and **kwargs
@@ -124,7 +124,7 @@ def is_left_alone(cls: type[nn.Module]) -> bool:
     """Returns whether `cls` has nothing to fuse: the table says so, or it is an attention without rotary embeddings."""
     found = _recognised(cls)
     if found is None and cls.__name__.endswith(ENDS["attention"]):
-        text = text_of(cls.forward)
+        text = source_text(cls.forward)
         return text is not None and "apply_rotary_" not in text
     return found is not None and found.kind is None
 

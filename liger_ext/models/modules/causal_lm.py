@@ -32,7 +32,7 @@ from liger_ext.models.modules.loss import (
     softcapped,
 )
 from liger_ext.models.patching.calls import exports_onnx
-from liger_ext.models.patching.forwards import text_of
+from liger_ext.models.patching.forwards import source_text
 from liger_ext.models.patching.swap import Mixin
 from liger_ext.models.recognise.normal_form import HEAD_ARGUMENTS, MODEL_CALL, renamed
 from liger_ext.ops._loss_plan import Level
@@ -84,7 +84,7 @@ class CausalLM(Mixin):
         return scale, None if self.SOFTCAP is None else getattr(self.config.get_text_config(), self.SOFTCAP, None)
 
     @classmethod
-    def look_at(cls, stock: type[nn.Module]) -> None:
+    def inspect_stock(cls, stock: type[nn.Module]) -> None:
         cls.forward = _forward_like(stock, cls._forward.__doc__)
         output, cls.COPIED = _output_of(stock)
         cls.MODEL, cls.TAKES = _model_of(stock)
@@ -282,7 +282,7 @@ class CausalLMInside(Mixin):
     """Llama 4 with images: the head belongs to the inner language model, whose output the loss is computed from."""
 
     @classmethod
-    def look_at(cls, stock: type[nn.Module]) -> None:
+    def inspect_stock(cls, stock: type[nn.Module]) -> None:
         cls.forward = _forward_like(stock, cls._forward.__doc__)
         output, _ = _output_of(stock)
         cls.OUTPUT, cls.OUTPUT_WITHOUT = liger_output(output), _outputs_without(output)
@@ -350,7 +350,7 @@ def _spare_cache(head: nn.Module, arguments: dict[str, object]) -> bool:
 
 def _model_of(stock: type[nn.Module]) -> tuple[str, tuple[str, ...] | None]:
     """Returns the attribute that holds a head's model, and the arguments that this model receives (None: all)."""
-    text = text_of(stock.forward) or ""
+    text = source_text(stock.forward) or ""
     call = MODEL_CALL.search(text)
     given = re.search(r"= self\.model\((.*)\)$", renamed(text), re.MULTILINE)
     takes_all = given is None or "**" in given[1]
@@ -359,13 +359,13 @@ def _model_of(stock: type[nn.Module]) -> tuple[str, tuple[str, ...] | None]:
 
 def _passed_by(stock: type[nn.Module]) -> list[str]:
     """Returns the arguments for the loss that a head also passes to its model."""
-    call = re.search(r"= self\.model\((.*)\)$", renamed(text_of(stock.forward) or ""), re.MULTILINE)
+    call = re.search(r"= self\.model\((.*)\)$", renamed(source_text(stock.forward) or ""), re.MULTILINE)
     return [name for name in ("labels", "logits_to_keep") if call and f"{name}={name}" in call[1]]
 
 
 def _output_of(stock: type[nn.Module]) -> tuple[type[ModelOutput], list[str]]:
     """Returns a head's output class, and the names of the fields that it copies from its model's output."""
-    text = renamed(text_of(stock.forward) or "")
+    text = renamed(source_text(stock.forward) or "")
     call = re.search(r"return (\w*CausalLMOutput\w*)\((.*)\)$", text, re.MULTILINE)
     if call is None:
         return CausalLMOutputWithPast, [cache_in(CausalLMOutputWithPast), "hidden_states", "attentions"]

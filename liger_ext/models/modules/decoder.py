@@ -19,7 +19,7 @@ from liger_ext import functional
 from liger_ext.models.modules.mlp import MLP, has_silu, only_activation_runs
 from liger_ext.models.modules.norms import RMSNorm, is_plain_rms_norm
 from liger_ext.models.patching.calls import only_forward_runs
-from liger_ext.models.patching.forwards import definition_of, find_foreign, text_of
+from liger_ext.models.patching.forwards import find_foreign, parse_function, source_text
 from liger_ext.models.patching.source import find_calls
 from liger_ext.models.patching.swap import Mixin
 from liger_ext.models.training.checkpoint import counting_runs, run_of
@@ -31,7 +31,7 @@ class Attention(Mixin):
     """transformers' attention, in whose `forward` our functions apply the rotary embeddings."""
 
     @classmethod
-    def look_at(cls, stock: type[nn.Module]) -> None:
+    def inspect_stock(cls, stock: type[nn.Module]) -> None:
         cls.CALLS_PROJECTIONS = _calls_its_projections(stock.forward) and _only_reads_itself(stock.forward)
         cls.CALLS_OUTPUT = _only_calls(stock.forward, "o_proj")
 
@@ -50,20 +50,20 @@ class DecoderLayer(Mixin):
     """
 
     liger_memory = "auto"
-    OWN_STATE = ("_checkpoint_function",)
+    PATCH_STATE = ("_checkpoint_function",)
     # The names of the layer's modules: attention and MLP, each with the norm before it.
     INPUT_NORM, ATTENTION = "input_layernorm", "self_attn"
     NORM, FEED_FORWARD = "post_attention_layernorm", "mlp"
 
     @classmethod
-    def look_at(cls, stock: type[nn.Module]) -> None:
+    def inspect_stock(cls, stock: type[nn.Module]) -> None:
         parameters = [*inspect.signature(stock.forward).parameters.values()][2:]
         cls.DEFAULTS = {p.name: p.default for p in parameters if p.kind is not p.VAR_KEYWORD}  # all but hidden_states
-        calls = find_calls(ast.parse(text_of(stock.forward) or ""), f"self.{cls.ATTENTION}")
+        calls = find_calls(ast.parse(source_text(stock.forward) or ""), f"self.{cls.ATTENTION}")
         given = {keyword.arg for call in calls for keyword in call.keywords}  # empty without source
         cls.WITHHELD = tuple(name for name in cls.DEFAULTS if name not in given) if given else ()
         # Up to 4.53 a layer returns a tuple: the hidden states, and with output_attentions the attention's weights.
-        asks = "if output_attentions" in (text_of(stock.forward) or "if output_attentions")
+        asks = "if output_attentions" in (source_text(stock.forward) or "if output_attentions")
         cls.RETURNS_WEIGHTS = "output_attentions" in cls.DEFAULTS and asks
 
     def forward(self, hidden_states: torch.Tensor, *args, **kwargs):
@@ -230,14 +230,14 @@ def _sees_no_module(attention: nn.Module) -> bool:
 
 def _only_calls(forward: Callable, name: str) -> bool:
     """Returns whether `forward` calls the module of this name and does nothing else with it."""
-    code = text_of(forward)
+    code = source_text(forward)
     return code is not None and f"self.{name}(" in code and re.search(rf"\bself\.{name}\b(?!\()", code) is None
 
 
 def _calls_its_projections(forward: Callable) -> bool:
     """Returns whether an attention's `forward` calls each projection once, on its argument `hidden_states`, and uses
     the projections and the values of `hidden_states` for nothing else."""
-    code = text_of(forward)
+    code = source_text(forward)
     if code is None:
         return False
     body = re.sub(r"\bhidden_states\.(shape|device|dtype)\b", "", code.partition("\n")[2])
@@ -251,7 +251,7 @@ def _calls_its_projections(forward: Callable) -> bool:
 def _only_reads_itself(forward: Callable) -> bool:
     """Returns whether an attention's `forward` uses `self` only to read attributes and to pass it to the attention
     function (see `_sees_no_module`). Then another object with the same attributes may replace `self`."""
-    nodes = list(ast.walk(definition_of(forward) or ast.Name("self")))
+    nodes = list(ast.walk(parse_function(forward) or ast.Name("self")))
     calls = (n for n in nodes if isinstance(n, ast.Call) and n.args)
     read = [n.value for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)]
     read += [n.args[0] for n in calls if ast.unparse(n.func) in ("attention_interface", "hasattr", "getattr")]

@@ -9,7 +9,7 @@ from liger_ext import functional
 from liger_ext.models.modules.decoder import DecoderLayer
 from liger_ext.models.modules.mlp import MLP, only_activation_runs
 from liger_ext.models.modules.norms import is_plain_rms_norm
-from liger_ext.models.patching.forwards import text_of
+from liger_ext.models.patching.forwards import source_text
 from liger_ext.models.patching.source import find_calls
 from liger_ext.models.training.recompute import recomputed, remade
 
@@ -67,9 +67,9 @@ class RecurrentLayer(DecoderLayer):
     RECURRENT = "mamba"
 
     @classmethod
-    def look_at(cls, stock: type[nn.Module]) -> None:
-        super().look_at(stock)
-        call, *_ = find_calls(ast.parse(text_of(stock.forward)), f"self.{cls.RECURRENT}")
+    def inspect_stock(cls, stock: type[nn.Module]) -> None:
+        super().inspect_stock(stock)
+        call, *_ = find_calls(ast.parse(source_text(stock.forward)), f"self.{cls.RECURRENT}")
         given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
         cls.GIVEN = {name: value for name, value in given.items() if value in cls.DEFAULTS}
         cls.GIVES_REST = None in given

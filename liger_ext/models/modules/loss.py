@@ -16,7 +16,7 @@ from liger_ext.functional import CrossEntropyOutput
 from liger_ext.models.modules.called_head import loss_in_chunks, rows_at_a_time, scaled
 from liger_ext.models.modules.head import device_of, loss_caller
 from liger_ext.models.patching.forwards import describe
-from liger_ext.models.patching.names import class_of, name_of
+from liger_ext.models.patching.names import find_class_by_name, pickle_name
 from liger_ext.models.patching.swap import is_plain_tensor
 from liger_ext.models.patching.warn import warn
 from liger_ext.ops._checks import class_targets
@@ -60,7 +60,7 @@ def liger_output(cls: type[ModelOutput]) -> type[ModelOutput]:
     if cls is CausalLMOutputWithPast:
         return LigerCausalLMOutputWithPast
     fields = [(name, torch.Tensor | None, None) for name in RESULTS]
-    names = {"__module__": __name__, "__qualname__": name_of(cls)}
+    names = {"__module__": __name__, "__qualname__": pickle_name(cls)}
     return make_dataclass(f"Liger{cls.__name__}", fields, bases=(cls,), namespace=names)
 
 
@@ -90,7 +90,7 @@ def output_without(cls: type[ModelOutput], *names: str) -> type[ModelOutput]:
     Reading one of them raises an error with a hint how to get it. They are not dataclass fields, so that code that
     iterates over an output's fields (DistributedDataParallel, FSDP, pickle) never reads them.
     """
-    names_of_class = {"__module__": __name__, "__qualname__": name_of(cls) + _WITHOUT + _AND.join(names)}
+    names_of_class = {"__module__": __name__, "__qualname__": pickle_name(cls) + _WITHOUT + _AND.join(names)}
     fields = [(name, ClassVar[None], _not_made(name)) for name in names]
     return make_dataclass(
         liger_output(cls).__name__,
@@ -144,7 +144,7 @@ def _not_made(name: str) -> property:
 def __getattr__(name: str) -> object:
     """Returns the classes of `liger_output` and `output_without` by name, for pickled outputs."""
     base, _, missing = name.partition(_WITHOUT)
-    cls = class_of(base)
+    cls = find_class_by_name(base)
     if cls is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return output_without(cls, *missing.split(_AND)) if missing else liger_output(cls)

@@ -12,13 +12,13 @@ import torch
 
 from liger_ext import functional
 from liger_ext.models.patching.calls import exports_onnx
-from liger_ext.models.patching.forwards import written_function
+from liger_ext.models.patching.forwards import stock_function
 from liger_ext.models.recognise.known import find_rope
 
 
 def known_rope(rope: Callable | None) -> Callable | None:
     """Returns our replacement of a function of transformers that applies rotary embeddings; None if it is not known."""
-    rope = written_function(rope)
+    rope = stock_function(rope)
     entry = find_rope(rope)
     return None if entry is None else rope_for(rope, **entry.options)
 

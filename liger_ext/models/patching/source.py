@@ -31,7 +31,7 @@ def definition_in(source: str) -> ast.FunctionDef | None:
         return None
     if not isinstance(definition, ast.FunctionDef):
         return None
-    definition.decorator_list = [d for d in definition.decorator_list if _name_of(d) not in _HARMLESS]
+    definition.decorator_list = [d for d in definition.decorator_list if _decorator_name(d) not in _HARMLESS]
     definition.returns = None
     if ast.get_docstring(definition) is not None:
         definition.body = definition.body[1:]
@@ -60,7 +60,7 @@ def find_calls(tree: ast.AST, callee: str) -> list[ast.Call]:
     return [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == callee]
 
 
-def _name_of(decorator: ast.expr) -> str:
+def _decorator_name(decorator: ast.expr) -> str:
     return ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
 
 

@@ -27,7 +27,7 @@ from torch import nn
 from transformers.loss import loss_utils
 from transformers.models.llama import modeling_llama
 
-from liger_ext.models.patching.forwards import definition_of, written_function
+from liger_ext.models.patching.forwards import parse_function, stock_function
 from liger_ext.models.patching.source import names_read
 from liger_ext.models.recognise import normal_form
 from liger_ext.models.recognise.reading import (
@@ -115,7 +115,7 @@ def _difference(part: str, build_part_form: Callable, cls: type[nn.Module], llam
 def ropes_in(cls: type[nn.Module]) -> dict[str, Entry]:
     """Returns the known functions that apply rotary embeddings in `cls.forward`, by name. Returns none if `forward` has
     other decorators: indexers, which select the keys that attention reads, run without gradients."""
-    definition = definition_of(cls.forward)
+    definition = parse_function(cls.forward)
     if definition is None or definition.decorator_list:
         return {}
     names = [name for name in names_read(definition)[0] if name.startswith("apply_rotary_")]
@@ -124,7 +124,7 @@ def ropes_in(cls: type[nn.Module]) -> dict[str, Entry]:
 
 
 def find_rope(rope: object) -> Entry | None:
-    return find("rope", build_form(written_function(rope)))
+    return find("rope", build_form(stock_function(rope)))
 
 
 def knows_loss() -> bool:

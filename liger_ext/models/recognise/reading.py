@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import nn
 from transformers import PreTrainedModel
 
-from liger_ext.models.patching.forwards import called_by, definition_of, functions_read
+from liger_ext.models.patching.forwards import called_by, functions_read, parse_function
 from liger_ext.models.recognise import normal_form
 
 
@@ -32,7 +32,7 @@ def build_form(function: Callable | None, cls: type[nn.Module] | None = None) ->
     texts, attributes = [], {}
     functions = [] if function is None else [inspect.unwrap(function)]
     for each in functions:
-        definition = definition_of(each)
+        definition = parse_function(each)
         if definition is None:
             return None
         functions += [f for f in called_by(definition, each, cls) if f not in functions]
@@ -54,7 +54,7 @@ def _keeps_its_name(attribute: str) -> bool:
 def build_layer_form(cls: type[nn.Module]) -> Form | None:
     """Returns the form of a decoder layer without the arguments that it passes to its attention; None if it uses them
     in another way."""
-    definition, attributes = definition_of(cls.forward), {}
+    definition, attributes = parse_function(cls.forward), {}
     definition = definition and normal_form.reduce_layer(definition)
     if definition is None:
         return None
@@ -68,7 +68,7 @@ def build_head_form(cls: type[nn.Module]) -> Form | None:
     uses them in another way."""
     if not issubclass(cls, PreTrainedModel):
         return None
-    definition = definition_of(cls.forward)
+    definition = parse_function(cls.forward)
     definition = definition and normal_form.reduce_head(definition)
     if definition is None:
         return None

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import transformers
 from torch import nn
 
-from liger_ext.models.patching.forwards import definition_of, functions_read
+from liger_ext.models.patching.forwards import functions_read, parse_function
 from liger_ext.models.recognise.known import ENDS, Entry, candidate_forms, entries, look_up, ropes_in
 from liger_ext.models.recognise.reading import Form
 
@@ -159,7 +159,7 @@ def _examples(kind: str) -> list[Seen]:
 @functools.cache
 def _text(cls: type[nn.Module]) -> str:
     """Returns the source of a class's `forward`, and of the functions that this calls."""
-    definitions = map(definition_of, functions_read(cls.forward, cls))
+    definitions = map(parse_function, functions_read(cls.forward, cls))
     return "\n".join(ast.unparse(definition) for definition in definitions if definition is not None)
 
 
