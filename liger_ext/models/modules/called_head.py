@@ -19,7 +19,7 @@ from liger_ext.ops._loss_plan import Call, rows_of_logits
 
 # PEFT's adapters that process each row of hidden states independently. (Lily, for one, averages the rows of a call.)
 _TUNERS = "peft.tuners."
-_TUNERS_OF_ROWS = "lora", "trainable_tokens", "tuners_utils"
+_ROW_TUNERS = "lora", "trainable_tokens", "tuners_utils"
 
 
 def rows_at_a_time(head: nn.Module, hidden_states: Tensor, memory: str | int | None) -> int | None:
@@ -32,7 +32,7 @@ def rows_at_a_time(head: nn.Module, hidden_states: Tensor, memory: str | int | N
     if any(hasattr(parameter, "placements") for parameter in head.parameters()):
         return None
     tuners = {cls.__module__ for m in head.modules() for cls in type(m).__mro__ if cls.__module__.startswith(_TUNERS)}
-    if any(module.split(".")[2] not in _TUNERS_OF_ROWS for module in tuners):
+    if any(module.split(".")[2] not in _ROW_TUNERS for module in tuners):
         return None
     rows, hidden = hidden_states.shape
     dtype, device = hidden_states.dtype, device_of(hidden_states.device)
@@ -132,8 +132,8 @@ class _Chunks(torch.autograd.Function):
         dhidden, *sums = ctx.saved_tensors
         of_hidden = None if dhidden is None else (dhidden * dloss).to(dhidden.dtype)
         scaled = ((total * dloss).to(dtype) for total, dtype in zip(sums, ctx.dtypes, strict=True))
-        of_parameters = (next(scaled) if need else None for need in ctx.needs_input_grad[8:])
-        return None, None, None, None, None, None, of_hidden, None, *of_parameters
+        parameter_gradients = (next(scaled) if need else None for need in ctx.needs_input_grad[8:])
+        return None, None, None, None, None, None, of_hidden, None, *parameter_gradients
 
 
 def _differentiates_more_than(loss: Tensor, known: set[int]) -> bool:

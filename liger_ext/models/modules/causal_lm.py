@@ -12,9 +12,9 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 from transformers.utils import can_return_tuple
 
-from liger_ext.models.modules.as_liger_kernel import fused_loss_of, output_class
+from liger_ext.models.modules.as_liger_kernel import head_loss_function, output_class
 from liger_ext.models.modules.called_head import scaled
-from liger_ext.models.modules.log_probs import fused_log_probs, log_probs_of_logits, take_options
+from liger_ext.models.modules.log_probs import fused_log_probs, log_probs_from_logits, take_options
 from liger_ext.models.modules.loss import (
     CACHES,
     FUSED_OPTIONS,
@@ -86,8 +86,8 @@ class CausalLM(Mixin):
     @classmethod
     def inspect_stock(cls, stock: type[nn.Module]) -> None:
         cls.forward = _forward_like(stock, cls._forward.__doc__)
-        output, cls.COPIED = _output_of(stock)
-        cls.MODEL, cls.TAKES = _model_of(stock)
+        output, cls.COPIED = _stock_output(stock)
+        cls.MODEL, cls.TAKES = _stock_model(stock)
         cls.PASSED = _passed_by(stock)
         parameters = inspect.signature(stock.forward).parameters
         cls.KEEPS = "logits_to_keep" in parameters
@@ -123,7 +123,7 @@ class CausalLM(Mixin):
         """
         labels, shift_labels = arguments.get("labels"), arguments.get("shift_labels")
         has_labels = labels is not None or shift_labels is not None
-        against = _against_ours(self)
+        against = _stock_reason(self)
         of_log_probs = take_options(arguments, has_labels, against)
         if skip_logits is None:
             skip_logits = has_labels and (self.training or of_log_probs is not None)
@@ -140,7 +140,7 @@ class CausalLM(Mixin):
         if skip_logits and isinstance(logits_to_keep, int) and logits_to_keep == 0:
             loss_arguments |= counted_rows(self.lm_head, **loss_arguments, max_rows=max_rows)
         passed = {"labels": labels, "logits_to_keep": logits_to_keep}
-        given = _given_to(arguments)
+        given = _model_input(arguments)
         spared = skip_logits and self.training and _spare_cache(self, arguments) and self.CACHE in self.COPIED
         arguments = {**self.DEFAULTS, **arguments}
         if self.TAKES is not None:
@@ -159,14 +159,14 @@ class CausalLM(Mixin):
             output, shown = output_class(self, spared), {}
             if options.get("memory") is None:
                 options["memory"] = self._loss_memory(hidden_states)
-            options["function"] = fused_loss_of(self)
+            options["function"] = head_loss_function(self)
             make = fused_causal_lm_loss if of_log_probs is None else fused_log_probs
             result = make(hidden_states, self.lm_head, **loss_arguments, logit_scale=scale, **options)
         else:
             logits = self.lm_head(hidden_states)
             logits = scaled(logits, scale)
             logits = logits if self.LOGITS is None else logits.to(getattr(torch, self.LOGITS))
-            make = causal_lm_loss if of_log_probs is None else log_probs_of_logits
+            make = causal_lm_loss if of_log_probs is None else log_probs_from_logits
             result = make(logits, **loss_arguments, **options)
             if softcap is not None:
                 logits = softcapped(logits, softcap)
@@ -205,7 +205,7 @@ class CausalLM(Mixin):
         return results
 
 
-def _against_ours(model: nn.Module) -> str | None:
+def _stock_reason(model: nn.Module) -> str | None:
     """Returns the reason why transformers' own forward must run, whatever its arguments are; None if ours may run."""
     if exports_onnx():
         return "torch.onnx exports the unpatched model, which does not return them"
@@ -260,7 +260,7 @@ class MoeCausalLM(RoutedCausalLM):
         return {**results, "aux_loss": aux_loss}
 
 
-class MoeOfTextCausalLM(MoeCausalLM):
+class TextMoeCausalLM(MoeCausalLM):
     """Qwen3-VL and GLM-4V, whose inner language model has the experts."""
 
     def _balance(self) -> tuple[int, int, float]:
@@ -272,7 +272,7 @@ class MoeOfTextCausalLM(MoeCausalLM):
         return self.config.text_config.output_router_logits
 
 
-class OmniMoeCausalLM(MoeOfTextCausalLM):
+class OmniMoeCausalLM(TextMoeCausalLM):
     """Qwen 3 Omni's thinker, which itself has the counts of experts and the factor of their loss as attributes."""
 
     _balance = MoeCausalLM._balance
@@ -284,7 +284,7 @@ class CausalLMInside(Mixin):
     @classmethod
     def inspect_stock(cls, stock: type[nn.Module]) -> None:
         cls.forward = _forward_like(stock, cls._forward.__doc__)
-        output, _ = _output_of(stock)
+        output, _ = _stock_output(stock)
         cls.OUTPUT, cls.OUTPUT_WITHOUT = liger_output(output), _outputs_without(output)
 
     def _forward(self, arguments: dict[str, object], skip_logits: bool | None) -> ModelOutput:
@@ -293,7 +293,7 @@ class CausalLMInside(Mixin):
         has_labels = labels is not None or shift_labels is not None
         inner = self.language_model
         ours = isinstance(inner, CausalLM)
-        against = (_against_ours(self) or _against_ours(inner)) if ours else "its language model is not patched"
+        against = (_stock_reason(self) or _stock_reason(inner)) if ours else "its language model is not patched"
         of_log_probs = take_options(arguments, has_labels, against)
         if skip_logits is None:
             skip_logits = self.training and has_labels
@@ -305,7 +305,7 @@ class CausalLMInside(Mixin):
         if wants_more or of_log_probs or not skip_logits:
             outputs = super().forward(**arguments, return_dict=True)
             given.pop("return_z_loss", None)
-            make = causal_lm_loss if of_log_probs is None else log_probs_of_logits
+            make = causal_lm_loss if of_log_probs is None else log_probs_from_logits
             result = make(outputs.logits, **given, **(of_log_probs or {}))
             shown = {name: getattr(result, name, None) for name in RESULTS}
             return self.OUTPUT(**{**outputs, "loss": result.loss}, **shown)
@@ -323,7 +323,7 @@ def _outputs_without(output: type[ModelOutput]) -> dict[bool, type[ModelOutput]]
     return {False: output_without(output, "logits"), True: output_without(output, "logits", cache_in(output))}
 
 
-def _given_to(arguments: dict[str, object]) -> torch.Tensor | None:
+def _model_input(arguments: dict[str, object]) -> torch.Tensor | None:
     """Returns `inputs_embeds`, or else `input_ids`."""
     embeds = arguments.get("inputs_embeds")
     return arguments.get("input_ids") if embeds is None else embeds
@@ -337,7 +337,7 @@ def _spare_cache(head: nn.Module, arguments: dict[str, object]) -> bool:
     # Without a cache, transformers (4.53 on) finds packed documents by their positions, and masks them from each other.
     if arguments.get("position_ids") is not None and arguments.get("attention_mask") is None:
         return False
-    given = _given_to(arguments)
+    given = _model_input(arguments)
     if isinstance(given, torch.Tensor) and given.is_meta:  # then positions cannot be read
         return False
     arguments["use_cache"] = False
@@ -348,7 +348,7 @@ def _spare_cache(head: nn.Module, arguments: dict[str, object]) -> bool:
     return bool(getattr(head.config.get_text_config(), "use_cache", False)) and not is_checkpointed
 
 
-def _model_of(stock: type[nn.Module]) -> tuple[str, tuple[str, ...] | None]:
+def _stock_model(stock: type[nn.Module]) -> tuple[str, tuple[str, ...] | None]:
     """Returns the attribute that holds a head's model, and the arguments that this model receives (None: all)."""
     text = source_text(stock.forward) or ""
     call = MODEL_CALL.search(text)
@@ -363,7 +363,7 @@ def _passed_by(stock: type[nn.Module]) -> list[str]:
     return [name for name in ("labels", "logits_to_keep") if call and f"{name}={name}" in call[1]]
 
 
-def _output_of(stock: type[nn.Module]) -> tuple[type[ModelOutput], list[str]]:
+def _stock_output(stock: type[nn.Module]) -> tuple[type[ModelOutput], list[str]]:
     """Returns a head's output class, and the names of the fields that it copies from its model's output."""
     text = renamed(source_text(stock.forward) or "")
     call = re.search(r"return (\w*CausalLMOutput\w*)\((.*)\)$", text, re.MULTILINE)

@@ -51,12 +51,12 @@ def used_linear(head: nn.Module) -> nn.Linear | None:
     return last if _is_linear(last) else None
 
 
-def heads_of(model: nn.Module) -> Iterator[nn.Module]:
+def linear_heads(model: nn.Module) -> Iterator[nn.Module]:
     """Returns the linear layers that may be the head of `model`."""
     return filter(_is_linear, _inside(model.lm_head))
 
 
-def device_of(head: nn.Module) -> torch.device | None:
+def head_device(head: nn.Module) -> torch.device | None:
     """Returns the device of the weight of `used_linear(head)`, without computing that weight; None if not known."""
     # FSDP1 may leave a module without parameters, and store a view of its own buffer as the attribute `weight`.
     linear = used_linear(head)
