@@ -292,7 +292,7 @@ def test_mllama_without_images(device, dtype):
     [
         ("mllama.MllamaForCausalLM", "LOGITS", None),
         (causal_lm.CausalLM, "liger_logits", lambda self: (0.5, None)),
-        (decoder.DecoderLayer, "_of_attention", lambda self, x: 0.5 * x),
+        (decoder.DecoderLayer, "_attention_summand", lambda self, x: 0.5 * x),
     ],
 )
 def test_a_wrong_entry_of_mllama_would_be_found(monkeypatch, cls, name, value):

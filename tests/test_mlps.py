@@ -176,7 +176,7 @@ def _wrong_down(self, h):
 
 WRONG = [
     ("bitnet.BitNetMLP", "bitnet.BitNetMLP", "BEFORE_DOWN", None),
-    ("gemma3n.Gemma3nTextMLP", mlp.MLP, "UNITS", dict.fromkeys(mlp.MLP.UNITS, (swiglu, 1, 1))),
+    ("gemma3n.Gemma3nTextMLP", mlp.MLP, "ACTIVATION_OPS", dict.fromkeys(mlp.MLP.ACTIVATION_OPS, (swiglu, 1, 1))),
     ("granitemoeshared.GraniteMoeSharedMLP", mlp.PackedMLP, "_down", _wrong_down),
     ("idefics2.Idefics2MLP", mlp.MLP, "_down", _wrong_down),
     ("inkling.InklingMLP", "inkling.InklingMLP", "FACTOR", None),
@@ -185,7 +185,7 @@ WRONG = [
     ("dory.DoryMLP", "dory.DoryMLP", "UP_VECTOR", "suv_gate"),
     ("dory.DoryMLP", "dory.DoryMLP", "VECTOR_SCALE", "hidden_size"),
     ("dory.DoryMLP", "dory.DoryMLP", "BEFORE_DOWN", None),
-    ("beam.BeamMLP", mlp.MLP, "UNITS", dict.fromkeys(mlp.MLP.UNITS, (swiglu, 1.1, 1))),
+    ("beam.BeamMLP", mlp.MLP, "ACTIVATION_OPS", dict.fromkeys(mlp.MLP.ACTIVATION_OPS, (swiglu, 1.1, 1))),
     ("deepseek_v4.DeepseekV4MLP", mlp.Clamps, "_clamped", _gate_alone),
     ("deepseek_v4.DeepseekV4MLP", mlp.Clamps, "_clamped", _up_alone),
     ("glm5_next.Glm5NextTextMLP", mlp.Clamps, "_clamped", _gate_alone),
@@ -193,8 +193,8 @@ WRONG = [
     ("glm5_next.Glm5NextVisionMLP", mlp.ClampedMLP, "_gate_and_up", mlp.MLP._gate_and_up),
     ("minimax_m3_vl.MiniMaxM3VLDenseMLP", mlp.Clamps, "_clamped", _gate_alone),
     ("minimax_m3_vl.MiniMaxM3VLDenseMLP", mlp.Clamps, "_clamped", _up_alone),
-    ("minimax_m3_vl.MiniMaxM3VLDenseMLP", mlp.Clamps, "steep_unit_of", classmethod(lambda *_: (swiglu, 1, 1))),
-    ("step3p7.Step3p7MLP", mlp.Step3p7MLP, "unit_of", classmethod(lambda *_: (swiglu, 1.1, 1))),
+    ("minimax_m3_vl.MiniMaxM3VLDenseMLP", mlp.Clamps, "steep_activation_op", classmethod(lambda *_: (swiglu, 1, 1))),
+    ("step3p7.Step3p7MLP", mlp.Step3p7MLP, "activation_op", classmethod(lambda *_: (swiglu, 1.1, 1))),
 ]
 
 

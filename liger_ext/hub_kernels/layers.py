@@ -42,14 +42,14 @@ class MLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         cls = type(self)
         patch = cls.liger_patch if _kind(cls) is mlp.MLP else None
-        unit = patch and patch.unit_of(self)
-        if unit is None or not mlp.only_activation_runs(getattr(self, patch.ACTIVATION)):
+        activation = patch and patch.activation_op(self)
+        if activation is None or not mlp.only_activation_runs(getattr(self, patch.ACTIVATION)):
             return cls.forward(self, x)
         gate, up, down = getattr(self, patch.GATE), getattr(self, patch.UP), getattr(self, patch.DOWN)
         gate, up = gate(x), up(x)
         if gate.dtype != up.dtype or gate.shape != up.shape:  # adapters of some projections may change either
             return down(getattr(self, patch.ACTIVATION)(gate) * up)
-        op, *options = unit
+        op, *options = activation
         return down(op(gate, up, *options))
 
 

@@ -244,7 +244,7 @@ def _taken(patch: type[nn.Module], modules: list[nn.Module]) -> list[nn.Module]:
     if patch is LayerNorm:
         return [module for module in taken if source_class(type(module), stock) in (stock, patch)]
     if issubclass(patch, MLP | Experts):
-        return [module for module in taken if patch.unit_of(module) is not None]
+        return [module for module in taken if patch.activation_op(module) is not None]
     if issubclass(patch, DecoderLayer):
         norms = {module: getattr(module, patch.NORM, None) for module in taken}
         one_of_each = {type(norm): norm for norm in norms.values()}

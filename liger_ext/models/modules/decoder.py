@@ -73,31 +73,31 @@ class DecoderLayer(Mixin):
         # The arguments differ between versions of transformers. Most of them are passed on to the attention by name.
         arguments = {**self.DEFAULTS, **dict(zip(self.DEFAULTS, args, strict=False)), **kwargs}
         stream, attention, *others = self._attend(hidden_states, arguments)
-        attention = self._of_attention(attention)
+        attention = self._attention_summand(attention)
         raises_dtype = norm.raises_dtype(attention, stream)
-        linears = self._linears_of_mlp(stream) if not raises_dtype and isinstance(norm, RMSNorm) else None
+        linears = self._mlp_linears(stream) if not raises_dtype and isinstance(norm, RMSNorm) else None
         if linears is not None:
             is_read = run_of(self) < 2
             hidden_states = norm_mlp(attention, stream, norm, linears, self._level(), is_read)
         elif raises_dtype:
             residual = stream + attention
-            hidden_states = residual + self._of_mlp(self._feed_forward(norm(residual)), residual)
+            hidden_states = residual + self._mlp_summand(self._feed_forward(norm(residual)), residual)
         else:
             arguments_of_norm = norm.liger_arguments()
             normed, residual = recomputed(self, functional.add_rms_norm, attention, stream, *arguments_of_norm)
             with remade(self, normed, functional.rms_norm, residual, *arguments_of_norm):
                 hidden_states = self._feed_forward(normed)
-            hidden_states = residual + self._of_mlp(hidden_states, residual)
+            hidden_states = residual + self._mlp_summand(hidden_states, residual)
         return self._results(hidden_states, arguments, others)
 
-    def _of_attention(self, x: torch.Tensor) -> torch.Tensor:
+    def _attention_summand(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the summand for the residual stream, from the attention's result."""
         return x
 
     def _feed_forward(self, normed: torch.Tensor) -> torch.Tensor | tuple:
         return getattr(self, self.FEED_FORWARD)(normed)
 
-    def _of_mlp(self, x: torch.Tensor | tuple, residual: torch.Tensor) -> torch.Tensor:
+    def _mlp_summand(self, x: torch.Tensor | tuple, residual: torch.Tensor) -> torch.Tensor:
         """Returns the summand for `residual`, from the MLP's result. Experts return a tuple with router logits, or
         flattened rows."""
         x = x[0] if isinstance(x, tuple) else x
@@ -109,7 +109,7 @@ class DecoderLayer(Mixin):
             return (hidden_states, others[0]) if arguments["output_attentions"] else (hidden_states,)
         return hidden_states
 
-    def _arguments_of_attention(self, arguments: dict[str, object]) -> dict[str, object]:
+    def _attention_arguments(self, arguments: dict[str, object]) -> dict[str, object]:
         if not self.WITHHELD:
             return arguments
         return {name: value for name, value in arguments.items() if name not in self.WITHHELD}
@@ -117,7 +117,7 @@ class DecoderLayer(Mixin):
     def _attend(self, hidden_states: torch.Tensor, arguments: dict[str, object]) -> tuple:
         """Returns the residual stream, the attention's result, and its other results, such as attention weights."""
         norm, attention = getattr(self, self.INPUT_NORM), getattr(self, self.ATTENTION)
-        arguments = self._arguments_of_attention(arguments)
+        arguments = self._attention_arguments(arguments)
         if not is_plain_rms_norm(norm) or norm.raises_dtype(hidden_states):
             return hidden_states, *attention(hidden_states=norm(hidden_states), **arguments)
         projections = [getattr(attention, name, None) for name in _Projected.NAMES]
@@ -183,12 +183,12 @@ class DecoderLayer(Mixin):
             return self.liger_memory
         return "auto" if getattr(self, "gradient_checkpointing", False) and self.training else "low"
 
-    def _linears_of_mlp(self, stream: torch.Tensor) -> list | None:
+    def _mlp_linears(self, stream: torch.Tensor) -> list | None:
         """Returns the linear layers of an MLP that can run in one node with its norm; None for any other MLP."""
         mlp = getattr(self, self.FEED_FORWARD)
         one_node = (
             self._is_differentiated()
-            and type(self)._of_mlp is DecoderLayer._of_mlp
+            and type(self)._mlp_summand is DecoderLayer._mlp_summand
             and type(mlp).__bases__[0] is MLP
             and mlp.BEFORE_DOWN is mlp.FACTOR is None
             and only_forward_runs(mlp)
