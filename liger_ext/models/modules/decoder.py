@@ -22,9 +22,9 @@ from liger_ext.models.patching.calls import only_forward_runs
 from liger_ext.models.patching.forwards import find_foreign, parse_function, source_text
 from liger_ext.models.patching.source import find_calls
 from liger_ext.models.patching.swap import Mixin
-from liger_ext.models.training.checkpoint import counting_runs, run_of
+from liger_ext.models.training.checkpoint import checkpoint_run, counting_runs
 from liger_ext.models.training.nodes import adapted, fused_linears, norm_linears, norm_mlp
-from liger_ext.models.training.recompute import recomputed, remade
+from liger_ext.models.training.recompute import recompute_when_saved, recomputed
 
 
 class Attention(Mixin):
@@ -77,7 +77,7 @@ class DecoderLayer(Mixin):
         raises_dtype = norm.raises_dtype(attention, stream)
         linears = self._mlp_linears(stream) if not raises_dtype and isinstance(norm, RMSNorm) else None
         if linears is not None:
-            is_read = run_of(self) < 2
+            is_read = checkpoint_run(self) < 2
             hidden_states = norm_mlp(attention, stream, norm, linears, self._level(), is_read)
         elif raises_dtype:
             residual = stream + attention
@@ -85,7 +85,7 @@ class DecoderLayer(Mixin):
         else:
             arguments_of_norm = norm.liger_arguments()
             normed, residual = recomputed(self, functional.add_rms_norm, attention, stream, *arguments_of_norm)
-            with remade(self, normed, functional.rms_norm, residual, *arguments_of_norm):
+            with recompute_when_saved(self, normed, functional.rms_norm, residual, *arguments_of_norm):
                 hidden_states = self._feed_forward(normed)
             hidden_states = residual + self._mlp_summand(hidden_states, residual)
         return self._results(hidden_states, arguments, others)
@@ -131,7 +131,7 @@ class DecoderLayer(Mixin):
             attention = functools.partial(cls.forward, _Projected(attention, projected))
             return stream, *attention(hidden_states=hidden_states, **arguments)
         normed = norm(hidden_states)
-        with remade(self, normed, functional.rms_norm, hidden_states, *norm.liger_arguments()):
+        with recompute_when_saved(self, normed, functional.rms_norm, hidden_states, *norm.liger_arguments()):
             return hidden_states, *attention(hidden_states=normed, **arguments)
 
     @property
@@ -172,12 +172,13 @@ class DecoderLayer(Mixin):
         return ours and find_foreign(called, __name__, "DecoderLayer.forward", ("transformers", "liger_ext")) is None
 
     def _is_differentiated(self) -> bool:
-        return torch.is_grad_enabled() or run_of(self) > 0  # a reentrant checkpoint's first run has gradients off
+        # A reentrant checkpoint's first run has gradients off.
+        return torch.is_grad_enabled() or checkpoint_run(self) > 0
 
     def _level(self) -> str:
         """Returns the level of memory of this call: one with which a checkpoint of the whole layer computes nothing a
         third time."""
-        if run_of(self):
+        if checkpoint_run(self):
             return "low"
         if self.liger_memory not in ("low", "min"):
             return self.liger_memory

@@ -8,7 +8,7 @@ from torch import nn
 from liger_ext import functional
 from liger_ext.models.modules.mlp import MLP, Clamps, PackedMLP, only_activation_runs
 from liger_ext.models.patching.swap import is_plain_tensor
-from liger_ext.models.training.recompute import recomputed, remade
+from liger_ext.models.training.recompute import recompute_when_saved, recomputed
 
 
 class Experts:
@@ -99,5 +99,5 @@ class BatchedExperts(Experts):
         x = hidden_states.view(self.gate_up_proj.shape[0], -1, self.hidden_size)
         gate_up = torch.bmm(x, self.gate_up_proj)
         h = recomputed(self, op[0], gate_up, *op[1:])
-        with remade(self, h, op[0], gate_up, *op[1:]):
+        with recompute_when_saved(self, h, op[0], gate_up, *op[1:]):
             return torch.bmm(h, self.down_proj).view(-1, self.hidden_size)

@@ -11,7 +11,7 @@ from liger_ext.models.modules.mlp import MLP, only_activation_runs
 from liger_ext.models.modules.norms import is_plain_rms_norm
 from liger_ext.models.patching.forwards import source_text
 from liger_ext.models.patching.source import find_calls
-from liger_ext.models.training.recompute import recomputed, remade
+from liger_ext.models.training.recompute import recompute_when_saved, recomputed
 
 
 class SandwichLayer(DecoderLayer):
@@ -106,7 +106,7 @@ class HybridLayer(RecurrentLayer):
         normed = norm(hidden_states)
         if not is_plain_rms_norm(norm) or norm.raises_dtype(hidden_states):
             return hidden_states, self._recur(normed, arguments), None
-        with remade(self, normed, functional.rms_norm, hidden_states, *norm.liger_arguments()):
+        with recompute_when_saved(self, normed, functional.rms_norm, hidden_states, *norm.liger_arguments()):
             return hidden_states, self._recur(normed, arguments), None
 
     def _is_recurrent(self) -> bool:

@@ -12,7 +12,7 @@ from liger_ext import functional
 from liger_ext.models.patching.calls import exports_onnx, only_forward_runs
 from liger_ext.models.recognise.known import find
 from liger_ext.models.recognise.reading import Form, build_form
-from liger_ext.models.training.recompute import recomputed, remade
+from liger_ext.models.training.recompute import recompute_when_saved, recomputed
 
 
 def _known_as(cls: type[nn.Module]) -> str | None:
@@ -82,7 +82,7 @@ class MLP:
     def _run_down(self, *gate_up: torch.Tensor) -> torch.Tensor:
         op, *options = self.activation_op(self)
         h = recomputed(self, op, *gate_up, *options)
-        with remade(self, h, op, *gate_up, *options):
+        with recompute_when_saved(self, h, op, *gate_up, *options):
             return self._down(h)
 
     def _down(self, h: torch.Tensor) -> torch.Tensor:
