@@ -41,7 +41,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 import liger_ext
 import liger_ext.functional as LF
 from liger_ext.models import families
-from liger_ext.models.model_types import FUNCTION_OF
+from liger_ext.models.model_types import FUNCTION_TYPES
 from liger_ext.models.modules import causal_lm, decoder, experts, layers, mlp, norms
 from liger_ext.models.patching.forwards import source_text
 from liger_ext.models.patching.source import definition_in
@@ -306,9 +306,9 @@ def test_saved_and_copied(family, tmp_path):
     torch.testing.assert_close(stock(**batch).loss, model(**batch).loss)
 
 
-@pytest.mark.parametrize("family", [family for family in PRESENT if family in FUNCTION_OF])
+@pytest.mark.parametrize("family", [family for family in PRESENT if family in FUNCTION_TYPES])
 def test_models_that_are_built_later(family):
-    apply = getattr(liger_ext, f"apply_liger_kernel_to_{FUNCTION_OF[family]}")
+    apply = getattr(liger_ext, f"apply_liger_kernel_to_{FUNCTION_TYPES[family]}")
     stock = build(family)
     with apply():
         model = build(family)

@@ -195,7 +195,7 @@ def test_compiled(device, family):
 def test_nothing_is_said_of_layers_in_which_nothing_can_be_fused(name):
     folder, _, prefix = name.partition(".")
     cls = getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), f"{prefix}DecoderLayer")
-    assert patches.patch_of(cls) is None and patches.is_left_alone(cls)
+    assert patches.find_patch(cls) is None and patches.is_left_alone(cls)
 
 
 def test_nothing_is_said_of_what_transformers_runs_without_a_gradient():

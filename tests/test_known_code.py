@@ -152,7 +152,7 @@ def test_the_table():
     assert order == sorted(order)
     for entry in entries:
         if entry.part in ("module", "experts", "layer", "head") and entry.replacement is not None:
-            kind = patches._kind_of(entry)
+            kind = patches._replacement_class(entry)
             words = [word for word in (*entry.attributes, *entry.options) if word.isupper()]
             assert all(hasattr(kind, word) for word in words), entry
 
@@ -319,5 +319,5 @@ def test_a_loss_that_was_replaced_before_the_import(how):
 def test_defaults_of_a_heads_arguments():
     """A head gives its model its own defaults, and so does the patch."""
     head = find_class("idefics.IdeficsForVisionText2Text")
-    assert patches.patch_of(head).DEFAULTS == {"interpolate_pos_encoding": False}
-    assert patches.patch_of(modeling_llama.LlamaForCausalLM).DEFAULTS == {}
+    assert patches.find_patch(head).DEFAULTS == {"interpolate_pos_encoding": False}
+    assert patches.find_patch(modeling_llama.LlamaForCausalLM).DEFAULTS == {}

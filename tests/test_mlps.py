@@ -13,7 +13,7 @@ from torch import nn
 
 from liger_ext.functional import swiglu
 from liger_ext.models.modules import mlp
-from liger_ext.models.patches import patch_of
+from liger_ext.models.patches import find_patch
 
 SIZES = dict(hidden_size=32, intermediate_size=48, hidden_act="silu", mlp_bias=True)
 LIMITS = dict(swiglu_limit=0.7, swiglu_alpha=1.7)  # which some values are beyond
@@ -63,7 +63,7 @@ def made(name, device="cpu", dtype=torch.float32):
 
 def patched(stock):
     ours = copy.deepcopy(stock)
-    ours.__class__ = patch_of(type(stock))
+    ours.__class__ = find_patch(type(stock))
     return ours
 
 
@@ -153,7 +153,7 @@ def test_a_limit_behind_the_activation_stays_as_it_is(device, limit):
 @pytest.mark.parametrize("name", [n for n in CLASSES if n not in WITHOUT_ACTIVATION])
 def test_an_activation_that_is_not_known(device, name):
     stock = made(name, device)
-    setattr(stock, patch_of(type(stock)).ACTIVATION, nn.Tanh())
+    setattr(stock, find_patch(type(stock)).ACTIVATION, nn.Tanh())
     x = normal(2, 7, 32, seed=1).to(device)
     with RecordCalls() as record:
         found = patched(stock)(x)

@@ -69,11 +69,11 @@ def _needs_no_mask(config, arguments: dict[str, object]) -> bool:
         config._attn_implementation == "sdpa"
         and modeling_llama.create_causal_mask is create_causal_mask  # not replaced by other code
         and ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is sdpa_mask
-        and all(arguments.get(name) is None for name in _MAKE_A_MASK)
+        and all(arguments.get(name) is None for name in _MASK_ARGUMENTS)
     )
 
 
-_MAKE_A_MASK = ("attention_mask", "position_ids", "past_key_values", "cache", "cache_position")
+_MASK_ARGUMENTS = ("attention_mask", "position_ids", "past_key_values", "cache", "cache_position")
 
 
 def knows_model(cls: type[nn.Module]) -> bool:
@@ -84,13 +84,13 @@ def knows_model(cls: type[nn.Module]) -> bool:
     text, names = ast.unparse(definition), (node.id for node in ast.walk(definition) if isinstance(node, ast.Name))
     masks = find_calls(definition, "create_causal_mask")
     given = {keyword.arg: ast.unparse(keyword.value) for call in masks for keyword in call.keywords}
-    known = {name: name for name in _MAKE_A_MASK} | {"config": "self.config"}
+    known = {name: name for name in _MASK_ARGUMENTS} | {"config": "self.config"}
     known |= dict.fromkeys(("input_embeds", "inputs_embeds"), "inputs_embeds")
-    only_embeds = all(use in text for use in _USES_OF_IDS) and list(names).count("input_ids") == len(_USES_OF_IDS)
+    only_embeds = all(use in text for use in _TOKEN_ID_USES) and list(names).count("input_ids") == len(_TOKEN_ID_USES)
     return only_embeds and len(masks) == 1 and not masks[0].args and given.items() <= known.items()
 
 
-_USES_OF_IDS = (
+_TOKEN_ID_USES = (
     "(input_ids is None) ^ (inputs_embeds is not None)",
     "if inputs_embeds is None:\n        inputs_embeds = self.embed_tokens(input_ids)\n",
 )

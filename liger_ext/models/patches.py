@@ -29,9 +29,9 @@ from liger_ext.models.recognise.known import ENDS, Entry, look_up, ropes_in
 from liger_ext.models.recognise.reading import code_read
 
 
-def patch_of(cls: type[nn.Module]) -> type[nn.Module] | None:
+def find_patch(cls: type[nn.Module]) -> type[nn.Module] | None:
     """Returns the patch of a transformers class; None if its code is not known."""
-    of_llama = patch_of_llamas(cls)
+    of_llama = find_llama_patch(cls)
     if of_llama and any(find_replacements(of_llama)):
         return of_llama  # `swap_classes` refuses this patch and names the code that replaced transformers'
     if of_llama is llama.LlamaModel:
@@ -42,7 +42,7 @@ def patch_of(cls: type[nn.Module]) -> type[nn.Module] | None:
     attributes = tuple(found.attributes.items())
     if of_llama and issubclass(of_llama, found.kind) and all(getattr(of_llama, name) == v for name, v in attributes):
         return of_llama
-    return _patch_made(cls, found.kind, attributes)
+    return _build_patch(cls, found.kind, attributes)
 
 
 @dataclasses.dataclass
@@ -58,15 +58,15 @@ def recognise(cls: type[nn.Module]) -> Recognised | None:
     """Looks up the code of `cls`; returns None if it is not known."""
     found = look_up(cls)
     if found is not None:
-        (entry, form), kind = found, _kind_of(found[0])
-        if _names_of_author(cls) & _names_of_ours(kind):
+        (entry, form), kind = found, _replacement_class(found[0])
+        if _author_names(cls) & _mixin_names(kind):
             return None
         return Recognised(kind, {**entry.options, **entry.names(form)}, {})
     ropes = {name: known_rope(vars(sys.modules[cls.__module__])[name]) for name in ropes_in(cls)}
     return Recognised(Attention, {}, ropes) if ropes else None
 
 
-def _names_of_author(cls: type[nn.Module]) -> set[str]:
+def _author_names(cls: type[nn.Module]) -> set[str]:
     """Returns the names that remote code (`trust_remote_code=True`) defines in the class, and those that its methods
     read or set."""
     written = [value for c in cls.__mro__ if c.__module__.startswith(REMOTE) for value in vars(c).items()]
@@ -74,14 +74,14 @@ def _names_of_author(cls: type[nn.Module]) -> set[str]:
     return {name for name, _ in written}.union(*(code.co_names for code in codes if code))
 
 
-def _names_of_ours(kind: type | None) -> set[str]:
+def _mixin_names(kind: type | None) -> set[str]:
     """Returns the names of a mixin's methods and attributes. An attribute with the same name in remote code would
     collide with the mixin's."""
     ours = [name for c in kind.__mro__ if c is not object for name in vars(c)] if kind else []
     return {name for name in ours if name != "forward" and not name.startswith("__")}
 
 
-def _kind_of(entry: Entry) -> type | None:
+def _replacement_class(entry: Entry) -> type | None:
     if entry.replacement is None:
         return None
     module, name = entry.replacement.split(".")
@@ -94,12 +94,12 @@ def _recognised(cls: type[nn.Module]) -> Recognised | None:
 
 
 @functools.cache
-def _recognise_once(cls: type[nn.Module], code: tuple, of_loss: tuple) -> Recognised | None:
+def _recognise_once(cls: type[nn.Module], code: tuple, loss_code: tuple) -> Recognised | None:
     return recognise(cls)
 
 
 @functools.cache
-def _patch_made(cls: type[nn.Module], kind: type, attributes: tuple[tuple[str, object], ...]) -> type[nn.Module]:
+def _build_patch(cls: type[nn.Module], kind: type, attributes: tuple[tuple[str, object], ...]) -> type[nn.Module]:
     if cls.__module__.startswith(REMOTE):  # `save_pretrained` copies the file of this module next to the weights
         namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     else:  # pickle finds the class through the `__getattr__` of that module
@@ -117,7 +117,7 @@ def _patch_made(cls: type[nn.Module], kind: type, attributes: tuple[tuple[str, o
 
 def _patch_or_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Returns the class of an unpickled module: the patch of `cls`, or `cls` itself if its code is not known here."""
-    return patch_of(cls) or cls
+    return find_patch(cls) or cls
 
 
 def is_left_alone(cls: type[nn.Module]) -> bool:
@@ -134,7 +134,7 @@ def stock_classes(modules: Iterable[nn.Module]) -> list[type[nn.Module]]:
     code defines."""
     found = {}
     for cls in dict.fromkeys(map(type, modules)):
-        stock = [c for c in cls.__mro__ if c.__module__.startswith(MODELS) or is_remote(c) or patch_of_llamas(c)]
+        stock = [c for c in cls.__mro__ if c.__module__.startswith(MODELS) or is_remote(c) or find_llama_patch(c)]
         found.update(dict.fromkeys([c for c in stock if "forward" in vars(c)][:1]))
     return list(found)
 
@@ -145,7 +145,7 @@ def is_remote(cls: type) -> bool:
     return written and not inherits_forward(cls, super(cls, cls))
 
 
-def patch_of_llamas(cls: type) -> type[nn.Module] | None:
+def find_llama_patch(cls: type) -> type[nn.Module] | None:
     """Returns the patch that `liger_ext.models.llama` defines for `cls`: a Llama class, or a class with which other
     code had replaced it before that module was imported."""
     patch = getattr(llama, cls.__name__, None)
