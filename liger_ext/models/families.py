@@ -247,8 +247,8 @@ def _taken(patch: type[nn.Module], modules: list[nn.Module]) -> list[nn.Module]:
         return [module for module in taken if patch.activation_op(module) is not None]
     if issubclass(patch, DecoderLayer):
         norms = {module: getattr(module, patch.NORM, None) for module in taken}
-        one_of_each = {type(norm): norm for norm in norms.values()}
-        ours = {cls for cls, norm in one_of_each.items() if _is_norm(norm)}
+        norm_by_class = {type(norm): norm for norm in norms.values()}
+        ours = {cls for cls, norm in norm_by_class.items() if _is_norm(norm)}
         return [module for module, norm in norms.items() if type(norm) in ours]
     return taken
 

@@ -31,17 +31,21 @@ from liger_ext.models.recognise.reading import code_read
 
 def find_patch(cls: type[nn.Module]) -> type[nn.Module] | None:
     """Returns the patch of a transformers class; None if its code is not known."""
-    of_llama = find_llama_patch(cls)
-    if of_llama and any(find_replacements(of_llama)):
-        return of_llama  # `swap_classes` refuses this patch and names the code that replaced transformers'
-    if of_llama is llama.LlamaModel:
-        return of_llama if llama.knows_model(cls) else None
+    llama_patch = find_llama_patch(cls)
+    if llama_patch and any(find_replacements(llama_patch)):
+        return llama_patch  # `swap_classes` refuses this patch and names the code that replaced transformers'
+    if llama_patch is llama.LlamaModel:
+        return llama_patch if llama.knows_model(cls) else None
     found = _recognised(cls)
     if found is None or found.kind is None:
         return None
     attributes = tuple(found.attributes.items())
-    if of_llama and issubclass(of_llama, found.kind) and all(getattr(of_llama, name) == v for name, v in attributes):
-        return of_llama
+    if (
+        llama_patch
+        and issubclass(llama_patch, found.kind)
+        and all(getattr(llama_patch, name) == v for name, v in attributes)
+    ):
+        return llama_patch
     return _build_patch(cls, found.kind, attributes)
 
 

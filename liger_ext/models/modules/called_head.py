@@ -105,8 +105,8 @@ class _Chunks(torch.autograd.Function):
             if first == 0 and _differentiates_more_than(made.loss, {id(t) for t in (x, *wanted)}):
                 raise _OthersWeights
             if needs_hidden or wanted:
-                of = [x] * needs_hidden + wanted
-                found = torch.autograd.grad(made.loss, of, allow_unused=True)
+                inputs = [x] * needs_hidden + wanted
+                found = torch.autograd.grad(made.loss, inputs, allow_unused=True)
                 if needs_hidden:
                     dhidden[rows] = 0 if found[0] is None else found[0]
                 for total, gradient in zip(sums, found[needs_hidden:], strict=True):
@@ -130,10 +130,10 @@ class _Chunks(torch.autograd.Function):
         if dloss is None:
             return (None,) * len(ctx.needs_input_grad)
         dhidden, *sums = ctx.saved_tensors
-        of_hidden = None if dhidden is None else (dhidden * dloss).to(dhidden.dtype)
+        hidden_gradient = None if dhidden is None else (dhidden * dloss).to(dhidden.dtype)
         scaled = ((total * dloss).to(dtype) for total, dtype in zip(sums, ctx.dtypes, strict=True))
         parameter_gradients = (next(scaled) if need else None for need in ctx.needs_input_grad[8:])
-        return None, None, None, None, None, None, of_hidden, None, *parameter_gradients
+        return None, None, None, None, None, None, hidden_gradient, None, *parameter_gradients
 
 
 def _differentiates_more_than(loss: Tensor, known: set[int]) -> bool:

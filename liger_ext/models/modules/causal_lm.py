@@ -124,15 +124,15 @@ class CausalLM(Mixin):
         labels, shift_labels = arguments.get("labels"), arguments.get("shift_labels")
         has_labels = labels is not None or shift_labels is not None
         against = _stock_reason(self)
-        of_log_probs = take_options(arguments, has_labels, against)
+        log_probs_options = take_options(arguments, has_labels, against)
         if skip_logits is None:
-            skip_logits = has_labels and (self.training or of_log_probs is not None)
+            skip_logits = has_labels and (self.training or log_probs_options is not None)
         if against is not None:
             return super().forward(**arguments)
         options = {name: arguments.pop(name) for name in _LOSS_OPTIONS if name in arguments}
         options.pop("return_z_loss", None)  # the loss includes it; the output has no field for it
         max_rows = options.pop("max_rows", None)
-        if not has_labels or not (skip_logits or options or of_log_probs or labels is None):
+        if not has_labels or not (skip_logits or options or log_probs_options or labels is None):
             return super().forward(**arguments)
 
         loss_arguments = {name: arguments.pop(name) for name in _LOSS_ARGUMENTS if name in arguments}
@@ -152,7 +152,7 @@ class CausalLM(Mixin):
             hidden_states = _keep(hidden_states, logits_to_keep)
         hidden_states = self._for_head(hidden_states)
         scale, softcap = self.liger_logits()
-        options |= of_log_probs or {}
+        options |= log_probs_options or {}
         if softcap is not None:
             options["softcap"] = softcap
         if skip_logits:
@@ -160,13 +160,13 @@ class CausalLM(Mixin):
             if options.get("memory") is None:
                 options["memory"] = self._loss_memory(hidden_states)
             options["function"] = head_loss_function(self)
-            make = fused_causal_lm_loss if of_log_probs is None else fused_log_probs
+            make = fused_causal_lm_loss if log_probs_options is None else fused_log_probs
             result = make(hidden_states, self.lm_head, **loss_arguments, logit_scale=scale, **options)
         else:
             logits = self.lm_head(hidden_states)
             logits = scaled(logits, scale)
             logits = logits if self.LOGITS is None else logits.to(getattr(torch, self.LOGITS))
-            make = causal_lm_loss if of_log_probs is None else log_probs_from_logits
+            make = causal_lm_loss if log_probs_options is None else log_probs_from_logits
             result = make(logits, **loss_arguments, **options)
             if softcap is not None:
                 logits = softcapped(logits, softcap)
@@ -254,8 +254,8 @@ class MoeCausalLM(RoutedCausalLM):
         aux_loss = None
         if arguments["output_router_logits"]:
             balance = sys.modules[self.STOCK_MODULE].load_balancing_loss_func
-            experts, of_token, factor = self._balance()
-            aux_loss = balance(results["router_logits"], experts, of_token, arguments.get("attention_mask"))
+            experts, experts_per_token, factor = self._balance()
+            aux_loss = balance(results["router_logits"], experts, experts_per_token, arguments.get("attention_mask"))
             results["loss"] = results["loss"] + factor * aux_loss.to(results["loss"].device)
         return {**results, "aux_loss": aux_loss}
 
@@ -294,19 +294,19 @@ class CausalLMInside(Mixin):
         inner = self.language_model
         ours = isinstance(inner, CausalLM)
         against = (_stock_reason(self) or _stock_reason(inner)) if ours else "its language model is not patched"
-        of_log_probs = take_options(arguments, has_labels, against)
+        log_probs_options = take_options(arguments, has_labels, against)
         if skip_logits is None:
             skip_logits = self.training and has_labels
         options = {name: arguments.get(name) for name in _LOSS_OPTIONS if name in arguments}
-        if not has_labels or against is not None or not (skip_logits or options or of_log_probs):
+        if not has_labels or against is not None or not (skip_logits or options or log_probs_options):
             return super().forward(**arguments)
         given = {name: arguments.pop(name) for name in (*_LOSS_ARGUMENTS, *options) if name in arguments}
         wants_more = any(options.get(name) for name in OUTPUT_OPTIONS)  # stock's forward drops the language model's
-        if wants_more or of_log_probs or not skip_logits:
+        if wants_more or log_probs_options or not skip_logits:
             outputs = super().forward(**arguments, return_dict=True)
             given.pop("return_z_loss", None)
-            make = causal_lm_loss if of_log_probs is None else log_probs_from_logits
-            result = make(outputs.logits, **given, **(of_log_probs or {}))
+            make = causal_lm_loss if log_probs_options is None else log_probs_from_logits
+            result = make(outputs.logits, **given, **(log_probs_options or {}))
             shown = {name: getattr(result, name, None) for name in RESULTS}
             return self.OUTPUT(**{**outputs, "loss": result.loss}, **shown)
         if shift_labels is None:

@@ -83,9 +83,9 @@ class DecoderLayer(Mixin):
             residual = stream + attention
             hidden_states = residual + self._mlp_summand(self._feed_forward(norm(residual)), residual)
         else:
-            arguments_of_norm = norm.liger_arguments()
-            normed, residual = recomputed(self, functional.add_rms_norm, attention, stream, *arguments_of_norm)
-            with recompute_when_saved(self, normed, functional.rms_norm, residual, *arguments_of_norm):
+            norm_arguments = norm.liger_arguments()
+            normed, residual = recomputed(self, functional.add_rms_norm, attention, stream, *norm_arguments)
+            with recompute_when_saved(self, normed, functional.rms_norm, residual, *norm_arguments):
                 hidden_states = self._feed_forward(normed)
             hidden_states = residual + self._mlp_summand(hidden_states, residual)
         return self._results(hidden_states, arguments, others)

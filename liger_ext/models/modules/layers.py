@@ -47,8 +47,8 @@ class Gemma4Layer(SandwichLayer):
         if getattr(self, "enable_moe_block", False):
             rows = residual.reshape(-1, residual.shape[-1])
             _, weights, index = self.router(rows)
-            of_experts = self.experts(self.pre_feedforward_layernorm_2(rows), index, weights).reshape(residual.shape)
-            x = self.post_feedforward_layernorm_1(x) + self.post_feedforward_layernorm_2(of_experts)
+            expert_result = self.experts(self.pre_feedforward_layernorm_2(rows), index, weights).reshape(residual.shape)
+            x = self.post_feedforward_layernorm_1(x) + self.post_feedforward_layernorm_2(expert_result)
         return super()._mlp_summand(x, residual)
 
     def _results(self, hidden_states: torch.Tensor, arguments: dict[str, object], others: list) -> torch.Tensor:

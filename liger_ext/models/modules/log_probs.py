@@ -106,15 +106,17 @@ def fused_log_probs(
     """
     warn_if_replaced(function, "return_log_probs=True makes the loss of log-probabilities")
     call = loss_caller(lm_head)
-    of_labels = _shifted(labels, shift_labels, ignore_index), ignore_index
+    label_arguments = _shifted(labels, shift_labels, ignore_index), ignore_index
 
     def head_log_probs(x: Tensor, weight: Tensor, bias: Tensor | None) -> LogProbsOutput:
         if not is_plain_tensor(weight):
-            return _target_log_probs(scaled(nn.functional.linear(x, weight, bias), logit_scale), *of_labels, **options)
+            return _target_log_probs(
+                scaled(nn.functional.linear(x, weight, bias), logit_scale), *label_arguments, **options
+            )
         found = functional.linear_log_probs(
             x.reshape(-1, x.shape[-1]),
             weight,
-            row_targets(of_labels[0], x),
+            row_targets(label_arguments[0], x),
             bias,
             ignore_index=ignore_index,
             logit_scale=logit_scale,
@@ -125,10 +127,10 @@ def fused_log_probs(
         return LogProbsOutput(found) if isinstance(found, Tensor) else found
 
     if call is None:
-        found = _called_log_probs(lm_head, hidden_states, *of_labels, logit_scale, memory, options)
+        found = _called_log_probs(lm_head, hidden_states, *label_arguments, logit_scale, memory, options)
     else:  # A plain tuple, because hooks unpack and rebuild tuples.
         found = LogProbsOutput(*call(hidden_states, loss=lambda *arguments: tuple(head_log_probs(*arguments))))
-    return _with_loss(found, *of_labels, num_items_in_batch)
+    return _with_loss(found, *label_arguments, num_items_in_batch)
 
 
 def log_probs_from_logits(
@@ -143,8 +145,8 @@ def log_probs_from_logits(
     **options,
 ) -> LogProbsLoss:
     """Computes `fused_log_probs` from logits [..., vocab_size]. Ignores `memory` and `max_rows`."""
-    of_labels = _shifted(labels, shift_labels, ignore_index), ignore_index
-    return _with_loss(_target_log_probs(logits, *of_labels, **options), *of_labels, num_items_in_batch)
+    label_arguments = _shifted(labels, shift_labels, ignore_index), ignore_index
+    return _with_loss(_target_log_probs(logits, *label_arguments, **options), *label_arguments, num_items_in_batch)
 
 
 def _shifted(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:

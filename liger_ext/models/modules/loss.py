@@ -90,13 +90,13 @@ def output_without(cls: type[ModelOutput], *names: str) -> type[ModelOutput]:
     Reading one of them raises an error with a hint how to get it. They are not dataclass fields, so that code that
     iterates over an output's fields (DistributedDataParallel, FSDP, pickle) never reads them.
     """
-    names_of_class = {"__module__": __name__, "__qualname__": pickle_name(cls) + _WITHOUT + _AND.join(names)}
+    namespace = {"__module__": __name__, "__qualname__": pickle_name(cls) + _WITHOUT + _AND.join(names)}
     fields = [(name, ClassVar[None], _missing_field(name)) for name in names]
     return make_dataclass(
         liger_output(cls).__name__,
         fields,
         bases=(_Without, liger_output(cls)),
-        namespace={**names_of_class, "without": names},
+        namespace={**namespace, "without": names},
     )
 
 
@@ -182,8 +182,8 @@ def fused_causal_lm_loss(
     call = loss_caller(lm_head)
     if call is None:
         warn_if_replaced(function, "lm_head is more than a linear layer (LoRA, quantised weights, hooks)")
-        of_labels = labels, shift_labels, num_items_in_batch, ignore_index
-        return _called_loss(lm_head, hidden_states, *of_labels, logit_scale, **options)
+        label_arguments = labels, shift_labels, num_items_in_batch, ignore_index
+        return _called_loss(lm_head, hidden_states, *label_arguments, logit_scale, **options)
 
     def loss(hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> CrossEntropyOutput:
         if not is_plain_tensor(weight):
@@ -227,8 +227,8 @@ def _called_loss(
     if chunk is not None and options.get("ce_weight") is None and not options.get("use_token_scaling"):
         targets = _targets(labels, shift_labels, ignore_index, hidden_states)
         unused = "memory", "accum_dtype", "use_token_scaling", "ce_weight"
-        of_loss = {name: option for name, option in options.items() if name not in unused}
-        result = loss_in_chunks(lm_head, flat, targets, chunk, num_items, ignore_index, logit_scale, of_loss)
+        loss_options = {name: option for name, option in options.items() if name not in unused}
+        result = loss_in_chunks(lm_head, flat, targets, chunk, num_items, ignore_index, logit_scale, loss_options)
     if result is None:
         logits = scaled(lm_head(hidden_states), logit_scale)
         return causal_lm_loss(logits, labels, shift_labels, num_items, ignore_index, **options)

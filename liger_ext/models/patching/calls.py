@@ -114,12 +114,14 @@ def _names_in_graph(cls: type[nn.Module], part: int) -> tuple[str, ...] | None:
 
 def _inspect_call(cls: type[nn.Module]) -> _Call:
     methods = tuple(methods_called(cls))
-    of_class = _CALL_FUNCTIONS, methods, (*_CALL_FUNCTIONS, "forward", *methods)
+    class_names = _CALL_FUNCTIONS, methods, (*_CALL_FUNCTIONS, "forward", *methods)
     # Python looks up `__call__` only in the class.
-    of_instance = ("_call_impl",), methods, ("_call_impl", "forward", *methods)
-    known = {name for name in of_class[_ALL] if _is_library_function(cls, name)}
-    names = tuple(own if known.issuperset(part) else None for part, own in zip(of_class, of_instance, strict=True))
-    read = operator.attrgetter(*of_class[_ALL])
+    instance_names = ("_call_impl",), methods, ("_call_impl", "forward", *methods)
+    known = {name for name in class_names[_ALL] if _is_library_function(cls, name)}
+    names = tuple(
+        own if known.issuperset(part) else None for part, own in zip(class_names, instance_names, strict=True)
+    )
+    read = operator.attrgetter(*class_names[_ALL])
     return _Call(read, read(cls), names)
 
 

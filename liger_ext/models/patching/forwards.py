@@ -124,9 +124,9 @@ def source_text(function: Callable) -> str | None:
 def called_by(definition: ast.FunctionDef, function: Callable, cls: type | None = None) -> list[types.FunctionType]:
     """Returns the functions of transformers or remote code, and the methods and properties of `cls`, that the text of
     `function` names. Functions of transformers.utils and torch are left out: they are assumed not to change."""
-    names, of_self = names_read(definition)
+    names, self_names = names_read(definition)
     found = [function.__globals__.get(name) for name in names]
-    found += [inspect.getattr_static(cls, name, None) for name in of_self] if cls else []
+    found += [inspect.getattr_static(cls, name, None) for name in self_names] if cls else []
     return list(dict.fromkeys(f for f in map(_unwrapped_function, found) if _is_model_code(f)))
 
 

@@ -51,8 +51,8 @@ def names_read(definition: ast.FunctionDef) -> tuple[list[str], list[str]]:
     names, own = [node for node in nodes if isinstance(node, ast.Name)], local_names(definition)
     others = (name.id for name in names if name.id not in own and not hasattr(builtins, name.id))
     attributes = (node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name))
-    of_self = (attribute.attr for attribute in attributes if attribute.value.id == "self")
-    return list(dict.fromkeys(others)), list(dict.fromkeys(of_self))
+    self_names = (attribute.attr for attribute in attributes if attribute.value.id == "self")
+    return list(dict.fromkeys(others)), list(dict.fromkeys(self_names))
 
 
 def find_calls(tree: ast.AST, callee: str) -> list[ast.Call]:

@@ -106,10 +106,10 @@ def _difference(part: str, build_part_form: Callable, cls: type[nn.Module], llam
     form = build_part_form(cls)
     if form is None or find(f"llama {part}", form) is not None:
         return form and form._replace(text="")
-    of_llama = form_by_code(build_part_form, llamas, code_read(llamas.forward, llamas))
-    if of_llama is None or find(f"llama {part}", of_llama) is None:
+    llama_form = form_by_code(build_part_form, llamas, code_read(llamas.forward, llamas))
+    if llama_form is None or find(f"llama {part}", llama_form) is None:
         return None
-    return form._replace(text=normal_form.difference(of_llama.text, form.text))
+    return form._replace(text=normal_form.difference(llama_form.text, form.text))
 
 
 def ropes_in(cls: type[nn.Module]) -> dict[str, Entry]:

@@ -236,9 +236,9 @@ def _norm_mlp_backward(dout, total, norm_weight, rstd, saved, needs, eps, scalin
         dy = torch.empty_like(total) if need_dy else None
         dout, sums = dout.contiguous(), None
         for tile in tiles:
-            dy_of_tile, gradients = _mlp_backward(_rows(dout)[tile], _rows(total)[tile], saved, *constants)
+            tile_dy, gradients = _mlp_backward(_rows(dout)[tile], _rows(total)[tile], saved, *constants)
             if need_dy:
-                _rows(dy)[tile] = dy_of_tile
+                _rows(dy)[tile] = tile_dy
             sums = _added(sums, gradients)
         gradients = [None if s is None else s.to(p.dtype) for s, p in zip(sums, parameters, strict=True)]
     return *_norm_backward(dy, dout, total, norm_weight, rstd, need_total, need_norm), *gradients
@@ -247,13 +247,13 @@ def _norm_mlp_backward(dout, total, norm_weight, rstd, saved, needs, eps, scalin
 def _mlp_backward(dout, total, saved, norm_weight, need_dy, needs, eps, scalings, parameters):
     y, gate, up, h = saved
     first, down = slice(0, 2 * PARAMETERS), slice(2 * PARAMETERS, None)
-    needs_of = by_layer(needs)
+    layer_needs = by_layer(needs)
     if gate is None:
         y, _ = _norm(total, norm_weight, eps, parameters[0].dtype)
         gate, up = (linear(y, *layer) for layer in zip(by_layer(parameters[first]), scalings[:2], strict=True))
     d = dout.to(parameters[down][0].dtype)
     dh, _ = linears_backward([d], None, parameters[down], scalings[2:], (False,) * PARAMETERS, gate)
-    needs_h = reads_input(needs_of[2])
+    needs_h = reads_input(layer_needs[2])
     if h is None and needs_h and dh.requires_grad:  # create_graph=True: dh must not be overwritten
         h = _glu(gate, up, *_SWIGLU)
     if h is None and needs_h:
@@ -262,13 +262,13 @@ def _mlp_backward(dout, total, saved, norm_weight, need_dy, needs, eps, scalings
     else:
         dgate, dup = _glu_backward(dh, gate, up, *_SWIGLU)
     del gate, up, dh  # before more is allocated
-    _, of_down = linears_backward([d], _rows(h), parameters[down], scalings[2:], needs[down], None)
+    _, down_gradients = linears_backward([d], _rows(h), parameters[down], scalings[2:], needs[down], None)
     del h
-    if y is None and any(map(reads_input, needs_of[:2])):
+    if y is None and any(map(reads_input, layer_needs[:2])):
         y, _ = _norm(total, norm_weight, eps, parameters[0].dtype)
     like = total if need_dy else None
     dy, others = linears_backward((dgate, dup), _rows(y), parameters[first], scalings[:2], needs[first], like)
-    return dy, [*others, *of_down]
+    return dy, [*others, *down_gradients]
 
 
 # The rows of the MLP's intermediate tensors that exist at a time if the backward recomputes them: enough to keep a
