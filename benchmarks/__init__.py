@@ -1,1 +1,1 @@
-"""Benchmarks of liger_ext beside its peers and the physical limit, in one run: ``python -m benchmarks --help``."""
+"""Benchmarks of liger_ext, its peers and the physical limit, measured in one run: ``python -m benchmarks --help``."""

@@ -1,5 +1,5 @@
-"""``python -m benchmarks SUITE``: a table on the terminal; JSON lines, the table as Markdown and plots in --out. Peers
-take part if they can be imported."""
+"""``python -m benchmarks SUITE``: prints a table; writes JSON lines, the table as Markdown and plots to --out. Times
+every peer that can be imported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from liger_ext._timing import Timing
 
 from . import suite
 
-# Modules here, imported when they are run, since some of them need transformers. Each has run(settings) -> records,
+# Modules of this package, imported when they run, since some import transformers. Each has run(settings) -> records,
 # line(record), table(records, settings) -> one or several, and draw(records, settings, folder) -> files.
 SUITES = ("rows", "flce", "plans", "log_probs", "train", "families", "lora", "trl_steps", "host", "memory")
 
@@ -34,7 +34,7 @@ def _version(package: str) -> str:
 
 
 def facts(device: str) -> dict[str, str]:
-    """What a number is worth nothing without."""
+    """Facts about machine and versions, without which a measurement means nothing."""
     here = Path(__file__).parent
     git = subprocess.run(["git", "-C", here, "describe", "--always", "--dirty"], capture_output=True, text=True)
     return {
@@ -48,21 +48,21 @@ def facts(device: str) -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="liger_ext beside peers and the limit.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Times liger_ext, peers and the limit.")
     parser.add_argument("suite", choices=SUITES)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=suite.DTYPES, default=None, help="default: bf16 on a GPU, fp32 on a CPU")
-    parser.add_argument("--providers", nargs="+", default=(), help="only these: liger_ext, torch, torch.compile, ...")
+    parser.add_argument("--providers", nargs="+", default=(), help="only: liger_ext, torch, torch.compile, ...")
     parser.add_argument("--ops", nargs="+", default=(), help="only these ops (rows, host) or cases (log_probs)")
-    models = "only those whose names begin so (plans, log_probs, train, families, lora, trl_steps): Llama-1B"
+    models = "prefixes of models' names, as Llama-1B (plans, log_probs, train, families, lora, trl_steps)"
     parser.add_argument("--models", nargs="+", default=(), help=models)
     train = parser.add_argument_group("whole training steps (train, families, lora)")
     what = train.add_mutually_exclusive_group()
     what.add_argument("--curves", action="store_true", help="fifty steps; status 1 if the losses differ")
-    what.add_argument("--context", action="store_true", help="search the longest sequence that fits, and nothing else")
-    train.add_argument("--limit-gib", type=float, help="memory for --context (default: all of a GPU; 4 on a CPU)")
+    what.add_argument("--context", action="store_true", help="only search for the longest sequence that fits")
+    train.add_argument("--limit-gib", type=float, help="memory limit of --context (default: all of a GPU; 4 on a CPU)")
     parser.add_argument(
-        "--redraw", type=Path, metavar="FILE", help="only draw what was measured: JSON lines, as rows_h200_bf16.jsonl"
+        "--redraw", type=Path, metavar="FILE", help="draw old records: JSON lines, as rows_h200_bf16.jsonl"
     )
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder for JSON lines, Markdown and plots")
     arguments = parser.parse_args(argv)
@@ -99,16 +99,16 @@ def main(argv: list[str] | None = None) -> None:
     for path in chosen.draw(records, settings, arguments.out):
         console.print(f"picture: {path}")
     if any(getattr(record, "differs", False) for record in records):
-        console.print("[bold red]A loss curve is further from Hugging Face's than rounding explains.")
+        console.print("[bold red]A loss curve differs from Hugging Face's by more than rounding explains.")
         raise SystemExit(1)
 
 
 def redraw(name: str, file: Path, out: Path) -> None:
-    """The pictures of records that were measured before, named like their file: SUITE_DEVICE_DTYPE.jsonl."""
+    """Draws records of an earlier run; the pictures are named like their file: SUITE_DEVICE_DTYPE.jsonl."""
     device, _, dtype = file.stem.removeprefix(f"{name}_").rpartition("_")
     if not file.stem.startswith(f"{name}_") or dtype not in suite.DTYPES:
         raise SystemExit(
-            f"--redraw {file}: its name is not {name}_DEVICE_DTYPE.jsonl, DTYPE of {', '.join(suite.DTYPES)}"
+            f"--redraw {file}: expected a name {name}_DEVICE_DTYPE.jsonl with a DTYPE of {', '.join(suite.DTYPES)}"
         )
     with file.open() as lines:
         records = [types.SimpleNamespace(**json.loads(line, object_hook=_timing_again)) for line in lines]
@@ -118,7 +118,7 @@ def redraw(name: str, file: Path, out: Path) -> None:
 
 
 def _timing_again(made: dict) -> Timing | dict:
-    """A Timing is written as an object of its fields."""
+    """Rebuilds a Timing from the JSON object with its fields."""
     return Timing(**made) if made.keys() == {field.name for field in dataclasses.fields(Timing)} else made
 
 

@@ -1,4 +1,4 @@
-"""One measurement in a process of its own; `benchmarks.children` starts it, and says how it is talked to."""
+"""One measurement in a separate process; `benchmarks.children` starts it, and documents the protocol."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ TASKS: dict[str, Callable] = {"train": train_one.measure, "context": context_one
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints must not stand among the answers
+    os.dup2(2, 1)  # libraries' output must not mix with the answers
 
     def answer(**what: object) -> None:
         print(json.dumps(what), file=answers, flush=True)
 
     line = sys.stdin.readline()
-    if not line:  # nobody wanted this one
+    if not line:  # the parent needs no measurement from this child
         return
     request = json.loads(line)
     try:

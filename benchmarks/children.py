@@ -1,7 +1,7 @@
-"""Measurements in processes of their own: what one leaves behind (a patch of a whole module, memory) reaches no other.
+"""Measurements in separate processes, so that a module-wide patch or memory of one affects no other.
 
 A child (`python -m benchmarks.child`) reads one request from its standard input, a line of JSON, and answers with lines
-of JSON: {"say": text} as it goes, at the end {"result": ...} or {"error": text}.
+of JSON: {"say": text} for progress, and at the end {"result": ...} or {"error": text}.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-SECONDS = 900  # after which a child is taken to hang
-# On a CPU, freed blocks of a megabyte go back to the system at once, so that the resident set is what is in use; on a
-# GPU, segments that grow keep the memory that a long sequence needs in one piece.
+SECONDS = 900  # after which the parent kills a child as hung
+# On a CPU, freed blocks of a megabyte return to the system at once, so that the resident set equals the memory in use;
+# on a GPU, expandable segments provide the contiguous memory that a long sequence needs.
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
@@ -33,14 +33,14 @@ class Child:
         )  # fmt: skip
 
     def ask(self, title: str, request: dict) -> dict:
-        """The child's last answer: {"result": ...} or {"error": text}; what it says meanwhile goes to stderr."""
+        """The child's last answer: {"result": ...} or {"error": text}; prints its progress messages to stderr."""
         start, answer = time.perf_counter(), {}
         watch = threading.Timer(SECONDS, self._process.kill)
         watch.start()
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.close()
-        except BrokenPipeError:  # it died on its way here; what it wrote says why
+        except BrokenPipeError:  # the child has already died; its stderr shows why
             pass
         for line in self._process.stdout:
             answer = json.loads(line)
@@ -64,9 +64,9 @@ class Child:
 
 
 def ask_each(requests: Iterable[tuple[str, dict]], ahead: bool) -> Iterator[dict]:
-    """The answer to each request (its title, what is asked), each from a child of its own, one after the other.
+    """Yields the answer to each request (title, content), each from a new child, one after the other.
 
-    ``ahead``: start each child while the one before it works, so that nobody waits for imports.
+    ``ahead``: start the next child while one works, so that imports take no extra time.
     """
     requests = list(requests)
     waiting: list[Child] = []

@@ -1,5 +1,5 @@
-"""`python -m benchmarks train --context`: the longest sequence of one training step, with gradient checkpointing, that
-the memory holds, for each provider in a process of its own (`context_one.py`)."""
+"""`python -m benchmarks train --context`: for each provider, in a separate process (`context_one.py`), the longest
+sequence that one training step with gradient checkpointing fits into memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Context:
     limit_gib: float | None = None
     tokens: int | None = None
     predicted: int | None = None  # by the memory model, before the first trial
-    sure: bool = False  # one unit more was tried and did not fit, or takes more than what is left
+    sure: bool = False  # one unit more was tried and does not fit, or needs more than the remaining memory
     bytes_per_token: float | None = None
     trials: list[tuple[int, float | None]] = field(default_factory=list)  # tokens, peak GiB (None: does not fit)
     error: str = ""
@@ -33,13 +33,13 @@ def run(settings: suite.Settings) -> Iterator[Context]:
     models = CONTEXT_CPU if cpu else CONTEXT_CUDA
     models = chosen_models(settings, models if settings.models else dict([next(iter(models.items()))]))
     wanted = chosen_providers(settings)
-    if not settings.providers:  # a compiler compiles every length anew
+    if not settings.providers:  # a compiler compiles again for every length
         wanted = [provider for provider in wanted if COMPILED not in provider]
     cases = [(model, provider) for model in models for provider in wanted]
     common = dict(task="context", device=settings.device, dtype=settings.dtype, limit_gib=settings.limit_gib)
     common["unit"] = UNIT_CPU if cpu else UNIT_CUDA
     requests = [(f"{m}, {p}", common | dict(config=models[m], provider=p)) for m, p in cases]
-    # One after the other, without a head start: what is free when a child starts is its limit.
+    # Children run one after the other without a head start: the memory that is free when a child starts is its limit.
     for (model, provider), answer in zip(cases, ask_each(requests, ahead=False), strict=True):
         record = Context(model, provider, error=answer.get("error", ""))
         if "result" in answer:

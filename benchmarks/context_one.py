@@ -1,4 +1,4 @@
-"""The longest sequence that one provider trains on in the memory there is, searched in a process of its own."""
+"""Searches, in a separate process, for the longest sequence that one provider can train on in the available memory."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ UNIT = 1024  # tokens
 
 @dataclass
 class Search:
-    """``tokens`` is the longest that fits, in units of ``unit``; 0 if none does."""
+    """``tokens``: the longest sequence that fits, a multiple of ``unit``; 0 if none fits."""
 
     tokens: int
     unit: int
     limit: int  # bytes
     predicted: int  # tokens, by the memory model
-    sure: bool  # one unit more was tried and did not fit, or takes more than what is left
+    sure: bool  # one unit more was tried and does not fit, or needs more than the remaining memory
     trials: list[tuple[int, int | None]] = field(default_factory=list)  # tokens, peak in bytes (None: does not fit)
 
     def bytes_per_token(self) -> float | None:
-        """The slope between the shortest and the longest that fitted."""
+        """The slope between the shortest and the longest sequence that fits."""
         fitted = sorted(trial for trial in self.trials if trial[1] is not None)
         if len(fitted) < 2:
             return None
@@ -38,15 +38,15 @@ class Search:
 
 
 def bisect(trial: Callable[[int], int | None], limit: int, guess: int, most: int = 12) -> tuple[int, bool]:
-    """The largest number >= 1 whose ``trial`` fits, and whether the next one cannot; 0 if 1 does not fit.
+    """The largest number >= 1 whose ``trial`` fits, and whether the next number cannot fit; 0 if 1 does not fit.
 
-    ``trial`` gives the peak in bytes, or None if it does not fit; it is called ``most`` times at most. Memory is a line
-    over the number, but for short sequences, whose peak is at another moment of a step; so two trials, two and three
-    fifths of the guess, tell where it meets the limit. From there on every trial corrects the line and narrows the
-    interval, until what is left is less than one more takes.
+    ``trial`` returns the peak in bytes, or None if the number does not fit; it is called at most ``most`` times. The
+    peak is linear in the number, except for short sequences, whose peak is at another moment of a step. So two trials,
+    at two and three fifths of the guess, predict where the line meets the limit. Each further trial corrects the line
+    and narrows the interval, until the remaining memory is less than one more unit needs.
     """
     low, high, fitted = 0, math.inf, {}
-    misses = 0  # failures since something fitted
+    misses = 0  # failures since the last trial that fits
     wanted = max(1, 2 * guess // 5)
     for _ in range(most):
         peak = trial(wanted)
@@ -67,14 +67,14 @@ def bisect(trial: Callable[[int], int | None], limit: int, guess: int, most: int
             return low, True
         elif line < high:
             wanted = line
-        else:  # below what has failed, in steps that grow, or in the middle
+        else:  # the line is above a failure: step down from there, in growing steps, or bisect
             step = max(1, high // 50) << (misses - 1 if misses else 0)
             wanted = high - step if misses and step < high - low else (low + high) // 2
     return low, high - low <= 1
 
 
 def _crossing(fitted: dict[int, int], limit: int) -> int | None:
-    """Where the line through the two largest that fitted reaches the limit."""
+    """The number at which the line through the two largest fitting trials reaches the limit."""
     if len(fitted) < 2:
         return None
     first, last = sorted(fitted)[-2:]
@@ -113,7 +113,7 @@ def search(
             if not _is_out_of_memory(error):
                 raise
             fits = False
-        # Here, and not above: the exception holds the frames, and these the tensors, of what did not fit.
+        # Not inside `except`: the exception references the frames and thereby the tensors of the failed step.
         peak = meter.peak() - empty
         fits = fits and peak <= limit
         optimizer.zero_grad(set_to_none=True)
@@ -128,7 +128,7 @@ def search(
     predicted = footprint.longest_context(config, kind, limit)
     found = Search(0, unit, limit, predicted, False)
     say(f"{limit / 2**30:.2f} GiB should hold {predicted:,} tokens")
-    step(min(unit, 128))  # makes the optimizer's states
+    step(min(unit, 128))  # allocates the optimizer's states
     optimizer.zero_grad(set_to_none=True)
     count, found.sure = bisect(peak_of, limit, predicted // unit)
     found.tokens = count * unit
@@ -136,13 +136,13 @@ def search(
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """torch's own, or that of a library which asks for memory itself."""
+    """Errors of torch, and of libraries that allocate memory themselves."""
     return isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in str(error) or "out of memory" in str(error)
 
 
 def _limit(device: torch.device, gib: float | None) -> int:
-    """Bytes. A GPU's allocator is held to it: a GiB is left for what libraries load beside it, at different times. On a
-    CPU nothing is: a trial that had more in use than this counts as one that does not fit."""
+    """Limit in bytes. On a GPU the allocator enforces it, and 1 GiB is reserved for what libraries load later. On a CPU
+    nothing enforces it: a trial that used more memory counts as one that does not fit."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0] - 2**30
         return min(free, int(gib * 2**30)) if gib else free

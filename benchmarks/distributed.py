@@ -1,9 +1,9 @@
-"""What several GPUs of one host win: ``torchrun --standalone --nproc-per-node 2 -m benchmarks.distributed``.
+"""Speedup by several GPUs of one host: ``torchrun --standalone --nproc-per-node 2 -m benchmarks.distributed``.
 
-The fused loss of a vocabulary sharded over the processes, beside the whole of it on each GPU alone: efficiency 1 would
-be a step in the single GPU's time divided by the number of GPUs. Then a step of a model sharded by FSDP2, with its head
-sharded together with the model and by itself, beside Hugging Face's. One process per GPU; every process takes its
-times, and the slowest counts.
+First the fused loss: with its vocabulary sharded over the processes, and with the whole vocabulary on each GPU alone.
+Efficiency 1 means that a step takes the single GPU's time divided by the number of GPUs. Then a step of a model sharded
+by FSDP2, with its head in the model's group of parameters or in a separate group, for liger_ext and Hugging Face. One
+process per GPU; every process measures its times, and the slowest process counts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LAYERS, BATCH, SEQ = 4, 8, 2048
 
 
 def in_turns(calls: dict[str, Callable], rounds: int, burst: int) -> dict[str, Timing]:
-    """Bursts of each call in turns, all processes at once; a sample is that of the slowest process."""
+    """Times bursts of each call in turns, in all processes at once; a sample is the time of the slowest process."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
@@ -62,7 +62,7 @@ def slowest(value: float) -> float:
 
 def sharded_vocabulary(rows: int, hidden: int, vocab: int) -> dict[str, object]:
     world, rank = dist.get_world_size(), dist.get_rank()
-    torch.manual_seed(0)  # hidden states and targets are the same everywhere
+    torch.manual_seed(0)  # hidden states and targets are equal in all processes
     x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     whole = (torch.randn(vocab, hidden, device="cuda") * hidden**-0.5).bfloat16().requires_grad_()
     target = torch.randint(vocab, (rows,), device="cuda")
@@ -91,7 +91,7 @@ def sharded_vocabulary(rows: int, hidden: int, vocab: int) -> dict[str, object]:
 
 
 def build(patched: bool, head_alone: bool) -> torch.nn.Module:
-    """Reshard off, bf16 computation, as a user trains a model that fits."""
+    """An FSDP2 model with the settings for a model that fits: no resharding after the forward, computation in bf16."""
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = LlamaForCausalLM(LlamaConfig(**_1B | dict(num_hidden_layers=LAYERS, tie_word_embeddings=False)))

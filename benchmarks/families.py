@@ -1,5 +1,5 @@
-"""Training steps of models of other families than Llama: a few layers at the width, and with the vocabulary, of a model
-that people train; forward, backward, fused AdamW. Each provider in a process of its own (`step_one.py`)."""
+"""Training steps of other families than Llama: a few layers with the width and vocabulary of a published model;
+forward, backward, fused AdamW. Each provider runs in a separate process (`step_one.py`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def line(record: Steps) -> str:
 
 
 def table(records: list[Steps], settings: suite.Settings) -> suite.Grid:
-    """Shares of the time and memory of Hugging Face's step beside the figures."""
+    """A table of the figures, with shares of Hugging Face's time and memory."""
     grid = suite.Grid(
         f"{settings.dtype}: training steps of a few layers of other families",
         ["model", "provider", "step", "of stock's", "peak MiB", "of stock's", "loss after 14 steps"],

@@ -1,5 +1,5 @@
-"""The fused loss, forward and backward, at each level of memory, beside its floor: the three matmuls of the same
-operands in the same run."""
+"""The fused loss, forward and backward, at each level of memory, compared with its floor: the three matmuls of the same
+operands, timed in the same run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .flce_errors import MATMUL, Errors, Exact
 from .installed import Peer, functions_of
 from .timing import peak_mib, time_cpu
 
-# Rows, hidden size, vocabulary, and the share of targets that are ignored.
+# Rows, hidden size, vocabulary, and the share of ignored targets.
 SHAPES_CUDA = [
     (4096, 2048, 128256, 0),
     (4096, 4096, 128256, 0),
@@ -39,7 +39,7 @@ SHAPES_CPU = [(1024, 576, 49152, 0), (1024, 576, 49152, 0.5), (512, 2048, 32000,
 class Result:
     shape: str
     dtype: str
-    floors: dict[str, Timing]  # taken in turns with each provider
+    floors: dict[str, Timing]  # timed in turns with each provider
     times: dict[str, Timing | str]
     peak_mib: dict[str, float]  # above the inputs (CUDA only)
     errors: dict[str, Errors]  # of each provider, and of one matmul of the stored gradient
@@ -64,7 +64,7 @@ PEERS = {
 
 
 def providers(counted: bool = False) -> dict[str, Callable]:
-    """counted: ours count the targets that are not ignored, as a patched model does, but right before the loss."""
+    """counted: our providers count the targets that are not ignored, like a patched model, but just before the loss."""
     compiled = torch.compile(_eager, dynamic=False)
     ours = {"liger_ext": partial(_ours, counted=counted)}
     for level in ("fast", "low", "min"):
@@ -75,15 +75,15 @@ def providers(counted: bool = False) -> dict[str, Callable]:
 
 
 def _ours(x, w, t, memory="auto", counted=False, sums=False):
-    """sums: of dweight, over chunks, are rounded to its dtype, as Liger's are."""
+    """sums: dweight's sums over chunks are rounded to its dtype, as in Liger-Kernel."""
     rows = LF.count_rows(t) if counted else None
     return LF.fused_linear_cross_entropy(x, w, t, memory=memory, rows=rows, accum_dtype=w.dtype if sums else None)
 
 
 def time_beside_floor(floor: Callable, call: Callable, rounds: int = 12, burst: int = 3) -> tuple[Timing, Timing]:
-    """Whole steps as a user runs them, in turns with the floor and with nothing else between: the clock follows the
-    power that the last matmuls drew, so that a floor timed behind a memory-bound peer is up to a tenth faster than one
-    timed behind another floor."""
+    """Times whole steps as a user runs them, in turns with the floor and nothing else between. The GPU's clock depends
+    on the power that the last matmuls drew: a floor that runs after a memory-bound peer is faster than one after
+    another floor."""
     samples: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds):
         for timed, into in zip((floor, call), samples, strict=True):
@@ -101,7 +101,7 @@ def time_beside_floor(floor: Callable, call: Callable, rounds: int = 12, burst: 
 def inputs(
     rows: int, hidden: int, vocab: int, settings: suite.Settings, ignored: float = 0
 ) -> tuple[torch.Tensor, ...]:
-    """Hidden states, weight and targets; logits of a spread of 1."""
+    """Hidden states, weight and targets; logits have a standard deviation of 1."""
     x = torch.randn(rows, hidden, device=settings.device, dtype=settings.torch_dtype, requires_grad=True)
     w = (torch.randn(vocab, hidden, device=settings.device) * hidden**-0.5).to(settings.torch_dtype).requires_grad_()
     target = torch.randint(vocab, (rows,), device=settings.device)
@@ -110,7 +110,8 @@ def inputs(
 
 
 def gradient_of_logits(x: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-    """What the op multiplies: random numbers of both signs would draw more power, and slow the floor down."""
+    """The gradient that the op multiplies: random numbers of both signs would draw more power, and slow down the
+    floor."""
     out = torch.empty(len(x), len(w), device=x.device, dtype=x.dtype)
     for i in range(0, len(x), 1024):
         share = torch.softmax((x[i : i + 1024] @ w.T).float(), 1)
@@ -121,7 +122,7 @@ def gradient_of_logits(x: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> tor
 
 @torch.no_grad()
 def floor_of(x: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> Callable[[], object]:
-    """The three matmuls of these operands."""
+    """The three matmuls with these operands."""
     g = gradient_of_logits(x, w, t)
 
     @torch.no_grad()
@@ -198,8 +199,8 @@ def _errors(results: list[Result], settings: suite.Settings) -> suite.Grid:
 def _times(results: list[Result], settings: suite.Settings) -> suite.Grid:
     names = suite.names_of(result.times for result in results)
     grid = suite.Grid(
-        f"{settings.dtype}: forward + backward, the time of three matmuls taken in turns with it over its own, "
-        "peak memory above the inputs",
+        f"{settings.dtype}: forward + backward: time, time of three matmuls (timed in turns) over it, "
+        "and peak memory above the inputs",
         ["rows x hidden x vocab", "three matmuls", *names],
     )
     for result in results:
@@ -229,7 +230,7 @@ def draw(results: list[Result], settings: suite.Settings, folder: Path) -> list[
 
 
 def _front(axis, result: Result, names: list[str]) -> None:
-    """Each provider a point: peak memory and time, both less being better; our levels are joined, and named."""
+    """Plots peak memory and time of each provider, less is better; a line joins our levels, which are labelled."""
     ours = []
     for i, name in enumerate(names):
         timing, peak = result.times.get(name), result.peak_mib.get(name)
@@ -269,5 +270,5 @@ def over_memory(axis, label: str, title: str) -> None:
 
 
 def close(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    """Are they one mark in the picture?"""
+    """Returns whether the points coincide in the picture."""
     return all(abs(a - b) <= 0.03 * a for a, b in zip(one, other, strict=True))

@@ -1,6 +1,6 @@
-"""How exact a fused loss is: against float64 over the logits as they are stored, rounded to the dtype of x, and over
-their gradient, likewise rounded. What is left is the arithmetic of the loss, and of the matmul of dweight, with the
-roundings of its sums; one matmul of the stored gradient over all rows, rounded once, is the measure of that."""
+"""Errors of a fused loss, compared with float64 over the stored logits (rounded to the dtype of x) and over their
+gradient (rounded likewise). The errors stem from the arithmetic of the loss, and from the matmul of dweight with the
+roundings of its sums; for comparison: one matmul of the stored gradient over all rows, rounded once."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 
 MATMUL = "one matmul"
-_CLASSES, _ROWS = 1024, 256  # whose dweight is compared; whose logits exist in float64 at a time
+_CLASSES, _ROWS = 1024, 256  # classes whose dweight is compared; rows whose logits exist in float64 at a time
 
 
 @dataclass
 class Errors:
-    dweight: float  # root of the mean square, relative to that of dweight
+    dweight: float  # root mean square error, relative to that of dweight
     loss: float | None  # relative
 
     def __str__(self) -> str:

@@ -1,10 +1,10 @@
-"""A model of a training step's memory: what must be there, and when it is there at once.
+"""A model of a training step's memory: which tensors it needs, and which of them exist at the same time.
 
-Parameters and the optimizer's states are there always. At the end of the forward, all that it keeps is there beside
-them, and the backward starts with the loss, which needs a workspace (the gradients of the hidden states and of the
-head, and what the loss makes on its way). From there on tensors go and gradients come; at the end all gradients are
-there, and that of an embedding which is also the head a second time. So the peak is parameters + states + the larger of
-(kept + the loss's workspace) and (gradients + a tied embedding's).
+Parameters and the optimizer's states always exist. At the end of the forward, all saved tensors exist as well, and the
+backward starts with the loss, which needs a workspace (the gradients of the hidden states and of the head, and
+temporary tensors). From then on, saved tensors are freed and gradients allocated; at the end all gradients exist, and
+for an embedding that is also the head, a second gradient. So the peak is parameters + states + the larger of (saved
+tensors + the loss's workspace) and (gradients + a tied embedding's).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 @dataclass
 class Footprint:
-    """Bytes."""
+    """Sizes in bytes."""
 
     parameters: int
     gradients: int
     states: int
-    kept: int  # by the forward for the backward
-    workspace: int | None  # of the loss's backward, beside what the forward keeps; None: not known
-    tied: int  # gradient of the embedding, before it is added to the head's; 0 if each has its own
+    kept: int  # saved tensors of the forward
+    workspace: int | None  # of the loss's backward, besides the saved tensors; None: not known
+    tied: int  # the embedding's gradient, before it is added to the head's; 0 if not tied
 
     @property
     def peak(self) -> int | None:
@@ -39,17 +39,17 @@ def count_parameters(config: dict) -> int:
 
 
 def checkpointed_bytes_per_token(config: dict, dtype: torch.dtype) -> int:
-    """With gradient checkpointing, as the backward begins: each layer's input, and in one layer gate, up, their product
-    and the gradients of these three. Attention and norms need less at another moment."""
+    """With gradient checkpointing, at the start of the backward: each layer's input, and for one layer gate, up, their
+    product and the gradients of these three. Attention and norms need less, at another moment."""
     inputs = config["num_hidden_layers"] * config["hidden_size"]
     return (inputs + 6 * config["intermediate_size"]) * dtype.itemsize
 
 
 def longest_context(config: dict, dtype: torch.dtype, limit: int) -> int:
-    """How many tokens of one sequence the model above lets into ``limit`` bytes; 0 if not even one.
+    """The most tokens of one sequence that the model above fits into ``limit`` bytes; 0 if none fits.
 
-    As the backward begins there are parameters, the two states of AdamW and the head's gradient; of a short sequence,
-    more is in use at its end, when all gradients are there and the layers' inputs are not.
+    At the start of the backward, parameters, the two states of AdamW and the head's gradient exist; for a short
+    sequence, the end needs more, when all gradients exist and the layers' inputs are freed.
     """
     parameters = count_parameters(config)
     begins = limit - (3 * parameters + config["vocab_size"] * config["hidden_size"]) * dtype.itemsize

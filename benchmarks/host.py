@@ -1,7 +1,7 @@
-"""Host time: what a call costs before any kernel runs, which is all that counts at small shapes.
+"""Host time: the cost of a call before any kernel runs, which dominates at small shapes.
 
-On a GPU calls are queued one behind another and nothing waits for the device, whose work is shorter than the host's;
-on a CPU the tensors are so small that their arithmetic does not count. With gradients a call is forward and backward.
+On a GPU calls are queued without synchronisation, and the device's work takes less time than the host's; on a CPU the
+tensors are so small that their arithmetic does not matter. With gradients, a call is forward and backward.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Case:
 
 
 def cases(settings: suite.Settings) -> Iterator[Case]:
-    """Small calls of every op with rows of its own in `benchmarks rows`."""
+    """Small calls of every op that `benchmarks rows` times."""
     rows, cols = (1024, 4096) if settings.device == "cuda" else (4, 64)
     for name, record in RECORDS.items():
         if record.timed:
             size = record.llama.at(rows, cols)
-            if any(size.heads):  # as many elements, of heads of 64
+            if any(size.heads):  # as many elements, in heads of 64
                 size = replace(size.at(max(4, rows * cols // (16 * 64)), 64), heads=(12, 4, 64))
             generator = torch.Generator(settings.device).manual_seed(0)
             made = record.inputs(Make(settings.torch_dtype, settings.device, generator, ignored=0), size)
@@ -65,10 +65,10 @@ def _step(function: Callable, inputs: tuple[torch.Tensor, ...]) -> Callable[[], 
 
 
 def _time(calls: dict[str, Callable[[], object]], device: str) -> dict[str, Timing]:
-    """In turns, a burst of each; the device is empty when a burst begins, and nothing waits for it within."""
+    """Times bursts of the calls in turns; the device is idle when a burst begins, and no call synchronises."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    for sample in range(-3, SAMPLES):  # the first ones warm up
+    for sample in range(-3, SAMPLES):  # negative samples warm up
         for name, call in calls.items():
             wait()
             start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Peers: functions of other libraries that an op is timed beside, where they can be imported and run."""
+"""Peers: functions of other libraries that are timed next to our ops, if they can be imported and run."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 
 
 def has(module: str) -> bool:
-    """Is it here, and is a GPU, which other libraries' kernels need?"""
+    """Returns whether the module is installed, and a GPU available, which other libraries' kernels need."""
     return module == "torch" or (torch.cuda.is_available() and importlib.util.find_spec(module) is not None)
 
 
 @dataclass(frozen=True)
 class Peer:
-    """``name``: "module:function". ``call(function, *inputs)``, where it does not take an op's inputs as they are.
-    ``cpu``: does it run without a GPU, too?"""
+    """``name``: "module:function". ``call(function, *inputs)``: adapts the op's inputs to other arguments.
+    ``cpu``: whether it also runs without a GPU."""
 
     name: str
     call: Callable | None = None
@@ -36,5 +36,5 @@ def is_here(peer: Peer) -> bool:
 
 
 def functions_of(peers: dict[str, Peer]) -> dict[str, Callable]:
-    """Of those that are here, functions of an op's inputs."""
+    """The installed peers, as functions of an op's inputs."""
     return {name: peer.function() for name, peer in peers.items() if is_here(peer)}

@@ -1,12 +1,12 @@
-"""What the forward of a Llama keeps for its backward: bytes by kind of tensor.
+"""Saved tensors of a Llama's forward: bytes by kind of tensor.
 
-Saved-tensor hooks see what autograd saves; what several operations save is counted once, by its storage, and parameters
-are not counted. A tensor's kind follows from who made it and who reads it: an operation that reads the weight of
-`gate_proj` makes "gate and up" from "norm outputs". A dispatch mode sees operations also where modules are not called
-(inside a fused one); hooks on modules would send the patched model on its way for modules with hooks.
+Saved-tensor hooks record what autograd saves; a storage that several operations save counts once, and parameters do not
+count. A tensor's kind follows from the operations that compute and read it: an operation that reads the weight of
+`gate_proj` computes "gate and up" from "norm outputs". A dispatch mode also records operations where modules are not
+called (inside a fused one); hooks on modules would switch the patched model to its code path for modules with hooks.
 
-A provider that treats tensors differently under somebody else's saved-tensor hooks is seen so treated: on a GPU the
-total that the allocator gives is measured beside this.
+Some providers treat tensors differently under foreign saved-tensor hooks, and are recorded in that state: so on a GPU
+the allocator's total is measured as well.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_leaves
 _NORM_INPUT, _NORM_OUTPUT, _MLP, _QKV = "norm inputs", "norm outputs", "gate and up", "q, k, v"
 _ACTIVATION, _PRODUCT, _ATTENTION, _LOGITS, _OTHER = "act(gate)", "h", "attention output", "logits", "other"
 KINDS = (_MLP, _ACTIVATION, _PRODUCT, _NORM_INPUT, _NORM_OUTPUT, _QKV, _ATTENTION, _LOGITS, _OTHER)
-"""Bottom to top in a picture. "norm inputs" are the residual stream and what stock's norm keeps on its way from there;
-"h" is act(gate) * up, what down_proj reads; "logits" also what is made of them: their fp32 copy, their gradient."""
+"""Bottom to top in a picture. "norm inputs" are the residual stream and the intermediate tensors of stock's norm; "h"
+is act(gate) * up, the input of down_proj; "logits" includes their fp32 copy and their gradient."""
 
-# Parameter: the kind of what an operation with it makes, and of what it reads.
+# For each parameter: the kind of the result of an operation with it, and the kind of its input.
 _ROLES = {
     **dict.fromkeys(("gate_proj", "up_proj"), (_MLP, _NORM_OUTPUT)),
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), (_QKV, _NORM_OUTPUT)),
@@ -34,16 +34,16 @@ _ROLES = {
     "down_proj": (_NORM_INPUT, _PRODUCT),
     "lm_head": (_LOGITS, _NORM_OUTPUT),
 }
-_INHERITED, _MADE, _READ = range(3)  # a stronger reason for a name overrides a weaker one
+_INHERITED, _MADE, _READ = range(3)  # a stronger reason for a kind overrides a weaker one
 
 
 def _storage(tensor: torch.Tensor) -> StorageWeakRef:
-    """Equal for tensors of one storage, and, while it is held, never for another one at the same address."""
+    """Equal for tensors of one storage; while the reference exists, no other storage at the same address equals it."""
     return StorageWeakRef(tensor.untyped_storage())
 
 
 class _Kept(torch.autograd.graph.saved_tensors_hooks):
-    """Bytes of each storage that is saved for a backward, but for the model's parameters and buffers."""
+    """Bytes of each storage that is saved for a backward, without the model's parameters and buffers."""
 
     def __init__(self, model: torch.nn.Module):
         own = {_storage(t) for t in (*model.parameters(), *model.buffers())}
@@ -53,17 +53,17 @@ class _Kept(torch.autograd.graph.saved_tensors_hooks):
             storage = _storage(tensor)
             if storage not in own:
                 self.bytes[storage] = tensor.untyped_storage().nbytes()
-            return tensor.detach()  # an output that its own node held would never be freed
+            return tensor.detach()  # a saved output with its own node would never be freed
 
         super().__init__(pack, lambda tensor: tensor)
 
 
 class _Kinds(TorchDispatchMode):
-    """The kind of each storage that operations make or read while the mode is on."""
+    """The kind of each storage that operations compute or read while the mode is active."""
 
     def __init__(self, model: torch.nn.Module):
         super().__init__()
-        names = model.named_parameters(remove_duplicate=False)  # of a tied weight the last name, the head's, counts
+        names = model.named_parameters(remove_duplicate=False)  # a tied weight counts by its last name, the head's
         self.roles = {_storage(p): _ROLES.get(name.split(".")[-2]) for name, p in names}
         self.found: dict[StorageWeakRef, tuple[int, str]] = {}
 
@@ -84,7 +84,7 @@ class _Kinds(TorchDispatchMode):
             made, read = role
             self._name([t for t in inputs if _storage(t) not in self.roles], _READ, read)
             self._name(outputs, _MADE, made)
-        elif not func.name().endswith("_like"):  # which is empty, and filled by a kernel that is not seen
+        elif not func.name().endswith("_like"):  # results of `_like` ops are empty, and unseen kernels fill them
             known = [self.found[_storage(t)][1] for t in inputs if _storage(t) in self.found]
             if known:
                 self._name(outputs, _INHERITED, _ACTIVATION if known[0] == _MLP else known[0])
@@ -98,7 +98,7 @@ class _Kinds(TorchDispatchMode):
 
 
 def kept_bytes(model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> int:
-    """What ``forward``, which returns the loss, keeps of ``model``, which may be compiled."""
+    """Bytes that ``forward``, which returns the loss, saves for the backward; ``model`` may be compiled."""
     kept = _Kept(model)
     with kept:
         loss = forward()
@@ -107,7 +107,7 @@ def kept_bytes(model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> i
 
 
 def kept_by_kind(model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> dict[str, int]:
-    """``kept_bytes`` by kind, of a model that is not compiled: {kind: bytes}, all of ``KINDS`` in their order."""
+    """``kept_bytes`` by kind, for a model that is not compiled: {kind: bytes}, all of ``KINDS`` in their order."""
     kept, kinds = _Kept(model), _Kinds(model)
     with kept, kinds:
         loss = forward()

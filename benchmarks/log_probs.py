@@ -1,5 +1,5 @@
-"""Log-probabilities of a head, forward and backward, at levels of memory and at numbers of bytes, beside other
-libraries' functions and the floor: the matmuls that each case needs, of the same operands in the same run."""
+"""Log-probabilities of a head, forward and backward, at levels of memory and numbers of bytes, compared with other
+libraries' functions and the floor: the matmuls that each case needs, with the same operands in the same run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .timing import free_at_once, peak_mib, time_cpu
 
 
 class Shape(NamedTuple):
-    """``sizes``: MiB above the inputs, gradients included, that our op may take."""
+    """``sizes``: limits of our op's memory above the inputs, in MiB, gradients included."""
 
     model: str
     rows: int
@@ -45,7 +45,7 @@ SHAPES_CUDA = [
     Shape("Gemma 2 2B", 8192, 2304, 256_000, (4150,)),
 ]
 SHAPES_CPU = [Shape("tiny a", 128, 32, 4096, (16,)), Shape("tiny b", 64, 48, 2048, (16, 8))]
-# Those that the run's time is worth most for come first.
+# Most important first: the last ones are skipped if the run takes too long.
 CASES = [
     Case("trained, entropy with gradient", entropy_gradient=True, sizes=True, compiled=True),
     Case("trained, entropy", sizes=True),
@@ -56,10 +56,10 @@ CASES = [
 ]
 DRAWN = "trained, entropy"
 ERROR_ROWS = 1024
-BONUS = 0.01  # of the entropy, in the loss
-SECONDS, LEAST, MOST = 0.4, 3, 12  # of a GPU, for a point; rounds
-SLOW = 3  # times the floor's time, from which one round less is enough
-LIMIT, LIMIT_LAST = 110.0, 138.0  # seconds of a run on a GPU, after which points are left out
+BONUS = 0.01  # factor of the entropy in the loss
+SECONDS, LEAST, MOST = 0.4, 3, 12  # seconds of GPU time per point; rounds
+SLOW = 3  # times the floor's time: slower providers need one round less
+LIMIT, LIMIT_LAST = 110.0, 138.0  # seconds of a run on a GPU, after which points are skipped
 LATE = "left out: the run would take too long"
 ONE_MATMUL, EAGER = "one matmul", "full logits"
 
@@ -70,7 +70,7 @@ class Result:
     shape: str
     case: str
     matmuls: int
-    floors: dict[str, Timing] = field(default_factory=dict)  # taken in turns with each provider
+    floors: dict[str, Timing] = field(default_factory=dict)  # timed in turns with each provider
     times: dict[str, Timing | str] = field(default_factory=dict)
     peak_mib: dict[str, float] = field(default_factory=dict)  # above the inputs
     errors: dict[str, Errors] = field(default_factory=dict)
@@ -81,8 +81,8 @@ class Inputs:
     x: Tensor
     w: Tensor
     t: Tensor
-    coefficients: Tensor  # of log-probabilities in the loss
-    bonus: Tensor  # of entropies; it fills memory, since verl's kernel takes no expanded gradient
+    coefficients: Tensor  # factors of log-probabilities in the loss
+    bonus: Tensor  # factors of entropies, not expanded, because verl's kernel needs a contiguous gradient
 
     @staticmethod
     def of(shape: Shape, case: Case, settings: suite.Settings) -> Inputs:
@@ -113,7 +113,7 @@ def made_by(function: Function, case: Case, of: Inputs) -> tuple[Tensor, Tensor 
 
 @torch.no_grad()
 def floor_of(case: Case, of: Inputs, compute: torch.dtype) -> Callable[[], object]:
-    """The matmuls that the case needs, of these operands."""
+    """The matmuls that the case needs, with these operands."""
     x, w = of.x.detach().to(compute), of.w.detach().to(compute)
     g = flce.gradient_of_logits(x, w, of.t).mul_(of.coefficients[:, None]) if case.gradients else None
 
@@ -130,15 +130,15 @@ def floor_of(case: Case, of: Inputs, compute: torch.dtype) -> Callable[[], objec
 
 
 def run(settings: suite.Settings) -> Iterator[Result]:
-    """Providers of ``LAST`` have records of their own, after all others'."""
+    """Yields the providers of ``LAST`` as separate records, after all others."""
     start = time.monotonic()
     if settings.device == "cpu":
         free_at_once()
     for make in makers(CASES[0], ()).values():
-        with contextlib.suppress(Exception):  # it is recorded where it is measured
+        with contextlib.suppress(Exception):  # the measurement will record the error
             make()
     gc.collect()
-    gc.freeze()  # what libraries made at import, so that the collections of peak_mib are quick
+    gc.freeze()  # excludes what libraries allocated at import, so that the collections of peak_mib are quick
     try:
         for last in (False, True):
             limit = float("inf") if settings.device == "cpu" else start + (LIMIT_LAST if last else LIMIT)
@@ -191,20 +191,20 @@ def _measured(
             step = partial(made_by, function, case, of)
             result.peak_mib[name] = peak_mib(step, settings.device)
             result.floors[name], result.times[name] = _in_turns(floor, step, settings)
-            if name == COMPILED:  # not compiled again for other rows
+            if name == COMPILED:  # avoids a compilation for other rows
                 name, function = EAGER, full_logits
             result.errors[name] = exact.errors(*made_by(function, case, few))
         except Exception as error:  # a peer that cannot run this shape must not end the run
             result.times.setdefault(name, failure(error))
         if settings.device == "cuda":
-            with contextlib.suppress(Exception):  # of a kernel that failed: the next call says so, too
+            with contextlib.suppress(Exception):  # after a failed kernel; the next call raises the error, too
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()
     return result
 
 
 def _in_turns(floor: Callable, step: Callable, settings: suite.Settings) -> tuple[Timing, Timing]:
-    """As many rounds as there is time for."""
+    """Times as many rounds as fit into the time."""
     if settings.device == "cpu":
         timed = time_cpu({"floor": floor, "step": step}, seconds=0.1)
         return timed["floor"], timed["step"]
@@ -223,7 +223,7 @@ def _in_turns(floor: Callable, step: Callable, settings: suite.Settings) -> tupl
 
 
 def _merged(results: list[Result]) -> list[Result]:
-    """One for each shape and case."""
+    """Merges the records of each shape and case."""
     found: dict[tuple[str, str], Result] = {}
     for result in results:
         known = found.setdefault((result.shape, result.case), Result(**_fields(result)))
@@ -233,7 +233,7 @@ def _merged(results: list[Result]) -> list[Result]:
 
 
 def _fields(result: Result) -> dict[str, object]:
-    """Of a record that was read again, too."""
+    """Fields of a record, also of one that was read from a file."""
     return {each.name: getattr(result, each.name) for each in dataclasses.fields(Result)}
 
 
@@ -259,7 +259,7 @@ def table(results: list[Result], settings: suite.Settings) -> list[suite.Grid]:
 
 def _times(title: str, results: list[Result], settings: suite.Settings) -> suite.Grid:
     grid = suite.Grid(
-        f"{title}, {settings.dtype}: the time, that of the needed matmuls taken in turns with it over its own, peak "
+        f"{title}, {settings.dtype}: time, time of the needed matmuls (timed in turns) over it, and peak "
         "memory above the inputs",
         ["", *[result.case for result in results]],
     )
@@ -288,11 +288,11 @@ def draw(results: list[Result], settings: suite.Settings, folder: Path) -> list[
 
 
 def _front(axis, result: Result) -> None:
-    """Time over memory, both less being better: ours joined, and named; each peer a point."""
+    """Plots time over memory, less is better: a labelled line for our op, a point for each peer."""
     ours = []
     for i, name in enumerate(result.times):
         timing = result.times[name]
-        if not isinstance(timing, Timing) or result.peak_mib[name] <= 0:  # a CPU's may be too small to be seen
+        if not isinstance(timing, Timing) or result.peak_mib[name] <= 0:  # on a CPU it may be too small to measure
             continue
         point = result.peak_mib[name], timing.median / 1e3
         if name.startswith(OURS):
@@ -303,7 +303,7 @@ def _front(axis, result: Result) -> None:
     if ours:
         memory, times, _ = zip(*ours, strict=True)
         axis.plot(memory, times, "o-", color=suite.colour(OURS, 0), label=OURS, zorder=3)
-        for _, of_one in itertools.groupby(ours, lambda point: round(math.log(point[0], 1.03))):  # of one plan
+        for _, of_one in itertools.groupby(ours, lambda point: round(math.log(point[0], 1.03))):  # one point per plan
             same = list(of_one)
             text = ", ".join(name for *_, name in same)
             axis.annotate(text, same[0][:2], fontsize=7, xytext=(2, 6), textcoords="offset points", rotation=30)

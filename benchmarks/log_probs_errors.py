@@ -1,6 +1,6 @@
-"""How exact log-probabilities, entropies and gradients are: against float64 over the logits as a matmul stores them,
-rounded to its dtype. A provider that does not store them so is further from that, and not from the truth. Gradients are
-not rounded on the way; one matmul each of the rounded gradient of the logits, rounded once, is the measure of them."""
+"""Errors of log-probabilities, entropies and gradients, compared with float64 over the logits as a matmul stores them,
+rounded to its dtype. A provider that stores unrounded logits is further from this reference, though not from the truth.
+The reference does not round gradients; for comparison: matmuls of the rounded gradient of the logits, rounded once."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_CLASSES = 1024  # whose dweight is compared
+_CLASSES = 1024  # number of classes whose dweight is compared
 
 
 @dataclass
 class Errors:
-    """Roots of the mean square: of log-probabilities and entropies in nats, of gradients relative to theirs."""
+    """Root mean square errors: of log-probabilities and entropies in nats, of gradients relative to their size."""
 
     log_probs: float | None = None
     entropy: float | None = None
@@ -26,7 +26,7 @@ class Errors:
 
 
 class Exact:
-    """Of the loss ``-(log_probs * coefficients).sum() - (entropy * bonus).sum()``."""
+    """Exact results for the loss ``-(log_probs * coefficients).sum() - (entropy * bonus).sum()``."""
 
     @torch.no_grad()
     def __init__(

@@ -1,5 +1,5 @@
 """Functions that compute log-probabilities of a head, for the suite `log_probs`: our op at each level of memory and at
-numbers of bytes, other libraries' functions, and all logits under torch.compile."""
+numbers of bytes, other libraries' functions, and full logits under torch.compile."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ OURS, COMPILED = "liger_ext", "full logits, torch.compile"
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked for. ``entropy``: is it returned? ``entropy_gradient``: is it part of the loss? ``sizes``: are
-    numbers of bytes timed, too? ``compiled``: are all logits under torch.compile?"""
+    """A computation to time. ``entropy``: returned; ``entropy_gradient``: part of the loss; ``sizes``: also time
+    numbers of bytes; ``compiled``: also time full logits under torch.compile."""
 
     name: str
     trained: bool = True
@@ -33,7 +33,7 @@ class Case:
 
     @property
     def matmuls(self) -> int:
-        """That are needed."""
+        """The number of matmuls that the case needs."""
         return (3 if self.trained else 2) if self.gradients else 1
 
 
@@ -57,7 +57,7 @@ def _full(x: Tensor, w: Tensor, t: Tensor, entropy: bool) -> Result:
 
 
 def _trl(function, x: Tensor, w: Tensor, t: Tensor, case: Case) -> Result:
-    """In chunks of TRL's own size."""
+    """Runs TRL's function with TRL's chunk size."""
     return function(x, w, None, t, 1.0, 32768, None, 1.0, ("log_probs", *["entropy"] * case.entropy))[:2]
 
 
@@ -91,7 +91,7 @@ PEERS = {
         lambda f, x, w, t, case: f(x, w, t, 1.0, "none"),
     ),
 }
-# After all others: a kernel that fails may end all use of the GPU by this process, and compiling takes seconds.
+# Run after all others: a kernel that fails may make the GPU unusable for this process, and compilation takes seconds.
 LAST = {"verl, Triton", COMPILED}
 _NEVER, _ALWAYS = {"liger, GRPO"}, {"verl", "verl, Triton"}  # return the entropy
 

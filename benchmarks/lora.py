@@ -1,5 +1,5 @@
-"""Training steps of a Llama with LoRA adapters (PEFT) on all its linear layers: forward, backward, fused AdamW of the
-adapters. Each provider in a process of its own (`step_one.py`)."""
+"""Training steps of a Llama with LoRA adapters (PEFT) on all linear layers: forward, backward, fused AdamW of the
+adapters. Each provider runs in a separate process (`step_one.py`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .models import MODELS_CPU, MODELS_CUDA
 from .steps import Steps, eager_providers, measured
 from .train import chosen_models
 
-# PEFT keeps adapters of 16-bit weights in fp32, and a Trainer in bf16 then runs the step under autocast.
+# PEFT keeps adapters of 16-bit weights in fp32; a Trainer with bf16=True then runs the step under autocast.
 ADAPTERS = ("fp32 adapters, autocast", "all in the model's dtype")
 
 

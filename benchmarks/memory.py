@@ -1,7 +1,7 @@
 """Peak memory of the loss: head, cross entropy and their gradients, above weights and hidden states.
 
-On a GPU from the allocator's statistics. On a CPU from the high-water mark of the resident set, which Linux lets a
-process reset; freed blocks go back to the system at once there, so that it is what is in use.
+On a GPU the allocator's statistics give the peak; on a CPU, the high-water mark of the resident set, which Linux lets a
+process reset. On a CPU freed blocks return to the system at once, so that the resident set equals the memory in use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHAPES_CPU = [(512, 576, 49152), (1024, 576, 49152), (2048, 576, 49152)]
 @dataclass
 class Peak:
     shape: str
-    logits_mib: float  # what the logits alone would take, in the matmul's dtype
+    logits_mib: float  # size of the logits, in the matmul's dtype
     peak_mib: dict[str, float | str]
 
 

@@ -1,4 +1,4 @@
-"""The models that whole training steps are timed with, random weights, and who trains them."""
+"""Models that whole training steps are timed with, with random weights, and the providers that train them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODELS_CUDA = {
     "Llama-8B 1x4096": (_8B, 1, 4096),
 }
 MODELS_CPU = {"SmolLM2-135M, 6 layers": (_SMALL, 1, 256)}
-# A few layers each, as wide as the model of that name, or about so.
+# A few layers of each model, with about its width.
 _HEADS = dict(num_attention_heads=32, num_key_value_heads=8, head_dim=128)
 FAMILIES_CUDA = {
     "Mistral-7B": (dict(_HEADS, model_type="mistral", hidden_size=4096, intermediate_size=14336, vocab_size=32768,
@@ -78,7 +78,7 @@ def _liger(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def providers(device: str) -> dict[str, Callable[[torch.nn.Module], torch.nn.Module]]:
-    """What each makes of a model. The first is what the others' losses are compared with."""
+    """Functions that prepare a model. The other providers' losses are compared with the first provider's."""
     out = {
         STOCK: _stock,
         OURS: _patched,
@@ -91,13 +91,14 @@ def providers(device: str) -> dict[str, Callable[[torch.nn.Module], torch.nn.Mod
 
 
 def on_request(device: str) -> dict[str, Callable[[torch.nn.Module], torch.nn.Module]]:
-    """All providers, also those that run only where --providers names them: the patch's other levels of memory."""
+    """All providers, also those that run only if --providers names them: other levels of memory."""
     others = [level for level in MEMORY_LEVELS if level != "auto"]
     return providers(device) | {f"{OURS} memory={level}": partial(_patched, memory=level) for level in others}
 
 
 def build(config: dict, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """The same random weights in every process. The cache of keys and values stays on, as a user gets the model."""
+    """Equal random weights in every process. The cache of keys and values stays on, as in the model that a user
+    loads."""
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{"model_type": "llama", **config}))

@@ -1,6 +1,6 @@
-"""The fused loss at each level of memory, and at numbers of bytes between them, at shapes of published models, beside
-the estimates of memory and time by which its plans are picked (liger_ext/ops/_loss_plan.py). Times are compared as
-multiples of the three matmuls of the same operands, which take turns with each point."""
+"""The fused loss at each level of memory, and at numbers of bytes between them, with shapes of published models,
+compared with the estimates of memory and time that choose its plans (liger_ext/ops/_loss_plan.py). Times are compared
+as multiples of the three matmuls of the same operands, which are timed in turns with each point."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from .timing import free_at_once, peak_mib, time_cpu
 
 
 class Shape(NamedTuple):
-    """``per_row``: reduction "none"; ``autocast``: x and weight are in fp32, and the matmuls in bf16; ``peers``: time
-    them, too, and draw all."""
+    """``per_row``: reduction "none"; ``autocast``: x and weight in fp32, matmuls in bf16; ``peers``: also time peers,
+    and draw all."""
 
     model: str
     rows: int
@@ -89,14 +89,14 @@ SHAPES_CPU = [
     Shape("tiny a", 128, 32, 4096, peers=True),
     Shape("tiny b", 64, 32, 2048, per_row=True, autocast=True),
 ]
-SECONDS = 0.5  # of a GPU, for the time of a point
-APART = 1.03  # the ratio of two times, or memories, from which one counts as worse
+SECONDS = 0.5  # GPU time per point
+APART = 1.03  # two times, or memories, differ if their ratio is larger
 OURS = "liger_ext"
 
 
 @dataclass
 class Result:
-    """Points are named by the levels that have their plan, or by their bytes; peers by their names."""
+    """Points are named by the levels that choose their plan, or by their bytes; peers by their names."""
 
     model: str
     shape: str
@@ -106,7 +106,7 @@ class Result:
     plans: dict[str, str] = field(default_factory=dict)  # of our points alone
     predicted_ms: dict[str, float] = field(default_factory=dict)
     predicted_mib: dict[str, float] = field(default_factory=dict)
-    floors: dict[str, Timing] = field(default_factory=dict)  # taken in turns with each point
+    floors: dict[str, Timing] = field(default_factory=dict)  # timed in turns with each point
     times: dict[str, Timing | str] = field(default_factory=dict)
     peak_mib: dict[str, float] = field(default_factory=dict)  # above the inputs
 
@@ -192,7 +192,7 @@ def _predicted_share(result: Result, name: str) -> float:
 
 
 def errors(results: list[Result]) -> dict[str, dict[str, float]]:
-    """Of each point, by what is predicted: the prediction over what was measured, less 1."""
+    """For each point and predicted quantity: the prediction divided by the measurement, minus 1."""
     found: dict[str, dict[str, float]] = {"time over that of three matmuls": {}, "time": {}, "memory": {}}
     relative, absolute, memory = found.values()
     for result in results:
@@ -206,7 +206,7 @@ def errors(results: list[Result]) -> dict[str, dict[str, float]]:
 
 
 def dominated(result: Result) -> list[tuple[str, str]]:
-    """Levels, each with another point that is faster and smaller."""
+    """Pairs (level, point): the point is faster and smaller than the level."""
     time = {name: 1 / flce.share_of(result, name) for name in _measured_points(result)}
     peak = result.peak_mib
     return [
@@ -230,8 +230,8 @@ def table(results: list[Result], settings: suite.Settings) -> list[suite.Grid]:
 
 def _points(results: list[Result], settings: suite.Settings) -> suite.Grid:
     grid = suite.Grid(
-        f"{settings.dtype}: liger_ext, forward + backward: share, the time of three matmuls taken in turns with it "
-        "over its own, and peak memory above the inputs, each beside its prediction",
+        f"{settings.dtype}: liger_ext, forward + backward: time, share (time of three matmuls, timed in turns, "
+        "over it), and peak memory above the inputs, each with its prediction",
         ["model", "rows x hidden x vocab", "memory", "time", "share", "predicted", "MiB", "predicted", "plan"],
     )
     for result in results:
@@ -253,7 +253,7 @@ def _points(results: list[Result], settings: suite.Settings) -> suite.Grid:
 
 def _peers(results: list[Result], settings: suite.Settings) -> list[suite.Grid]:
     names = [name for name in suite.names_of(r.times for r in results) if not any(name in r.plans for r in results)]
-    grid = suite.Grid(f"{settings.dtype}: peers, likewise", ["model", "rows x hidden x vocab", *names])
+    grid = suite.Grid(f"{settings.dtype}: peers, with the same columns", ["model", "rows x hidden x vocab", *names])
     for result in results:
         if any(name in result.times for name in names):
             grid.rows.append([result.model, result.shape, *[flce.cell(result, name) for name in names]])
@@ -295,14 +295,14 @@ def draw(results: list[Result], settings: suite.Settings, folder: Path) -> list[
 
 
 def _front(axis, result: Result) -> None:
-    """Time over memory, both less being better: the predicted front a line, what was measured points."""
+    """Plots time over memory, less is better: a line for the predicted front, points for measurements."""
     red = suite.colour(OURS, 0)
     memory, milliseconds = zip(*result.front, strict=True)
     times = [each / result.matmuls_ms for each in milliseconds]
     axis.plot(memory, times, "-", color=red, linewidth=1, label=f"{OURS}, predicted")
     for i, name in enumerate(result.times):
         share, ours = flce.share_of(result, name), name in result.plans
-        if share is None or result.peak_mib[name] <= 0:  # a CPU's peak may be too small to be seen
+        if share is None or result.peak_mib[name] <= 0:  # a CPU's peak may be too small to measure
             continue
         point = result.peak_mib[name], 1 / share
         axis.plot(*point, "o", color=red if ours else suite.colour(name, i), label=OURS if ours else name, zorder=3)

@@ -1,4 +1,4 @@
-"""Row ops: each case is a function of its inputs, given once per provider, and the bytes it must move at least.
+"""Row ops: each case has a function of its inputs for every provider, and the minimum of bytes that it must move.
 
 Efficiency = time of a copy moving the same bytes / time of the op. Bytes are ideal: each input read once, each output
 written once. The forward is timed with gradients recorded, the backward through autograd: the code that users call.
@@ -43,7 +43,7 @@ class Row:
 
 
 def cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
-    """Of every op's record: each of its ``timed`` at each size."""
+    """Cases from every op's record: each of its ``timed`` at each size."""
     for record in RECORDS.values():
         for timed in record.timed:
             for size in timed.small if device == "cpu" else timed.sizes:
@@ -66,7 +66,7 @@ def _inputs(record: Record, timed: Timed, size: Size, dtype: torch.dtype, device
 
 
 def run(settings: suite.Settings) -> Iterator[Row]:
-    """Times every case, forward and backward; yields a row as soon as it is measured."""
+    """Times every case, forward and backward; yields each row once it is measured."""
     for case in cases(settings.torch_dtype, settings.device):
         if settings.wants_op(case.op):
             with on_a_stream_of_its_own(settings.device):
@@ -107,7 +107,7 @@ def _cell(row: Row, provider: str) -> str:
 def table(rows: list[Row], settings: suite.Settings) -> suite.Grid:
     names = suite.names_of(row.times for row in rows)
     grid = suite.Grid(
-        f"{settings.dtype}: time, and the time of a copy of the same number of bytes over it",
+        f"{settings.dtype}: time, and time of a copy of as many bytes divided by it",
         ["op", "shape", "", "copy", *names],
     )
     for row in rows:
@@ -117,8 +117,8 @@ def table(rows: list[Row], settings: suite.Settings) -> suite.Grid:
 
 
 def draw(rows: list[Row], settings: suite.Settings, folder: Path) -> list[Path]:
-    """One picture per op: the share of the copy's speed over the length of rows, of calls that fill the GPU; beside it,
-    in microseconds, the calls that do not."""
+    """One picture per op. It plots the share of the copy's speed over the row length, for calls that fill the GPU, and
+    in a second panel the microseconds of calls that do not."""
     fastest = max(_copy_rate(row) for row in rows)
     pictures = []
     for op in dict.fromkeys(row.op for row in rows):
@@ -156,7 +156,7 @@ def _share(row: Row, provider: str) -> float | None:
 
 
 def _over_length(axis, rows: list[Row], names: list[str]) -> None:
-    """A line joins, over the lengths of rows, each length's largest call; others are hollow marks of their own."""
+    """A line joins the largest call of each row length; hollow marks show the others."""
     lengths = sorted({_row_length(row.shape) for row in rows})
     largest = {length: max(r.moved_bytes for r in rows if _row_length(r.shape) == length) for length in lengths}
     axis.axhline(1, color=suite.colour(suite.COPY, 0), linestyle="--", linewidth=1, label=suite.COPY)

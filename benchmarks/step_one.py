@@ -1,4 +1,4 @@
-"""One provider trains one model, or LoRA adapters of it, in a process of its own: time of a step, peak memory, loss."""
+"""One provider trains one model, or its LoRA adapters, in a separate process: time of a step, peak memory, loss."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def measure(
     config: dict, batch: int, seq: int, provider: str, device: str, dtype: str, say: Callable,
     lora: bool = False, autocast: bool = False,
 ) -> Measured:  # fmt: skip
-    """lora: adapters train, and nothing else; with autocast they are in fp32, as PEFT makes them of 16-bit weights."""
+    """lora: train only adapters; with autocast they are in fp32, as PEFT initialises them for 16-bit weights."""
     place, kind = torch.device(device), suite.DTYPES[dtype]
     meter = Meter(place)
     empty = 0 if place.type == "cuda" else meter.reset()
-    say("making model and data")
+    say("building model and data")
     model = models.build(config, place, kind)
     adapted = _with_adapters(model, autocast) if lora else model
     trained = models.on_request(device)[provider](model)
-    if trained is not model:  # compiled: a call of it is compiled, and that of PEFT's wrapper is not
+    if trained is not model:  # compile the base model, because PEFT's wrapper does not call the compiled one
         adapted = trained
     optimizer = optimizer_for(model, LEARNING_RATE)
     tokens = batches(hashed_words(config["vocab_size"]), 1, batch, seq, None)[0].to(place)

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, from one trace: by kind of kernel (of operator, on a CPU), and between kernels."""
+"""Time of a step by kind of kernel (of operator, on a CPU), and idle time between kernels, from one trace."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-# By what stands in their names, the first that fits; the rest is "other". "fused" are kernels that do several
-# operations at once: liger_ext's, the compiler's, and Triton's of other libraries, whose names have no C++ in them.
+# Kinds and parts of names; the first match counts, and the rest is "other". "fused" kernels do several operations at
+# once: liger_ext's, the compiler's, and Triton kernels of other libraries, whose names contain no C++.
 KINDS = {
     "fused": ("liger", "triton", "_rms_norm_", "_swiglu_", "element_mul_kernel"),
     "optimizer": ("adam", "multi_tensor"),
@@ -30,7 +30,7 @@ def kind_of(name: str) -> str:
 
 
 def idle_time(spans: Iterable[tuple[float, float]]) -> float:
-    """The sum of the gaps between (start, end); kernels of two streams may overlap."""
+    """The sum of the gaps between (start, end) spans; kernels of two streams may overlap."""
     idle, reached = 0.0, None
     for start, end in sorted(spans):
         if reached is not None:
@@ -40,7 +40,7 @@ def idle_time(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def time_by_kind(step: Callable[[], object], device: str) -> dict[str, float]:
-    """Milliseconds of one step by kind. "idle", which is where the GPU waits for the host, is not known of a CPU."""
+    """Milliseconds of one step by kind. "idle", in which the GPU waits for the host, is not measured on a CPU."""
     cuda = device == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiled:
         step()
@@ -55,7 +55,7 @@ def time_by_kind(step: Callable[[], object], device: str) -> dict[str, float]:
 
 
 def of_kernels(events: Iterable) -> dict[str, float]:
-    """Milliseconds that a GPU spent on each kind in a trace, and idle; kinds without a kernel are left out."""
+    """Milliseconds that a GPU spent on each kind in a trace, and idle; omits kinds without a kernel."""
     spent: dict[str, float] = {}
     spans = []
     for event in events:

@@ -1,4 +1,4 @@
-"""What suites of training steps share: a record of one provider's steps, and how it is measured (`step_one.py`)."""
+"""Shared by suites of training steps: a record of one provider's steps, and its measurement (`step_one.py`)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Record = TypeVar("Record", bound=Steps)
 
 
 def eager_providers(settings: suite.Settings) -> list[str]:
-    """Those that are asked for, else the usual ones without compilers."""
+    """The requested providers; by default all without a compiler."""
     chosen = chosen_providers(settings)
     return chosen if settings.providers else [provider for provider in chosen if COMPILED not in provider]
 
@@ -47,7 +47,7 @@ def eager_providers(settings: suite.Settings) -> list[str]:
 def measured(
     settings: suite.Settings, models: dict[str, tuple[dict, int, int]], cases: Iterable[tuple[Record, dict]]
 ) -> Iterator[Record]:
-    """The records of `cases` with what was measured, or the error. Each stands beside `step_one.measure`'s options."""
+    """Yields the records of `cases` with measurements or the error; each comes with options of `step_one.measure`."""
     cases, requests = list(cases), []
     for record, options in cases:
         config, batch, seq = models[record.model]

@@ -1,4 +1,4 @@
-"""What all suites share: the settings of a run, a table for the terminal and for Markdown, how plots look."""
+"""Shared by all suites: the settings of a run, tables for the terminal and for Markdown, and the style of plots."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Settings:
     dtype: str
     providers: tuple[str, ...] = ()  # empty: all that can be imported
     ops: tuple[str, ...] = ()  # empty: all
-    models: tuple[str, ...] = ()  # how names begin; empty: all
-    curves: bool = False  # of fifty steps, compared
-    limit_gib: float | None = None  # of the search for the longest context
+    models: tuple[str, ...] = ()  # prefixes of names; empty: all
+    curves: bool = False  # compare losses of fifty steps
+    limit_gib: float | None = None  # for the search for the longest context
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -45,7 +45,7 @@ class Settings:
 
 @dataclass
 class Grid:
-    """A table: for the terminal, and as Markdown."""
+    """A table for the terminal and for Markdown."""
 
     title: str
     columns: list[str]
@@ -77,7 +77,7 @@ def names_of(records: Iterable[dict[str, object]]) -> list[str]:
 
 COPY = "copy of the same bytes"
 
-# Ours are red; the limit is black, what is not fused grey.
+# Ours are red, the limit is black, unfused code is grey.
 _COLOURS = {
     COPY: "#000000",
     "liger_ext": "#d62728",
@@ -117,7 +117,7 @@ def figure(columns: int, width: float = 7.0, height: float = 4.2, rows: int = 1)
 
 
 def side_by_side(records: list, draw: Callable[[Any, Any], None], path: Path) -> list[Path]:
-    """A picture with one panel for each record, which draw(axis, record) fills; none without records."""
+    """Saves a picture with one panel per record, which draw(axis, record) fills; saves none without records."""
     if not records:
         return []
     made, axes = figure(len(records), width=5, height=3.8)
@@ -127,7 +127,7 @@ def side_by_side(records: list, draw: Callable[[Any, Any], None], path: Path) ->
 
 
 def save(made, path: Path, stacks: bool = False) -> Path:
-    """Writes the picture; beside the data stands one legend for all axes, of stacks from the top to the bottom."""
+    """Writes the picture with one legend for all axes on the right; for stacks its order is reversed."""
     handles = {}
     for axis in made.axes:
         handles |= {name: handle for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)}
@@ -139,7 +139,7 @@ def save(made, path: Path, stacks: bool = False) -> Path:
 
 
 def bars(axis, groups: list[str], values: dict[str, list[float | None]], label: str) -> None:
-    """Grouped bars, one group a shape, one bar a provider; with the values above them."""
+    """Grouped bars: one group per shape, one bar per provider, with values above."""
     width = 0.8 / max(1, len(values))
     for i, (name, heights) in enumerate(values.items()):
         places = [g + (i - (len(values) - 1) / 2) * width for g in range(len(groups))]
@@ -151,7 +151,7 @@ def bars(axis, groups: list[str], values: dict[str, list[float | None]], label: 
 
 
 def stacked(axis, bars: list[str], parts: dict[str, list[float]], label: str) -> None:
-    """One bar each, made of parts from the bottom to the top; with their sum above them."""
+    """Stacked bars, whose parts go from bottom to top, with sums above."""
     reached = [0.0] * len(bars)
     shades = plt.get_cmap("tab20")
     for i, (name, heights) in enumerate(parts.items()):
@@ -160,5 +160,5 @@ def stacked(axis, bars: list[str], parts: dict[str, list[float]], label: str) ->
     for place, height in enumerate(reached):
         axis.text(place, height, f"{height:,.3g}", ha="center", va="bottom", fontsize=8)
     axis.set_ylabel(label)
-    axis.set_ylim(0, max(reached) * 1.08)  # margins are none where a bar ends in parts of no height
+    axis.set_ylim(0, max(reached) * 1.08)  # a bar that ends in parts of height 0 has no margin
     axis.tick_params(axis="x", labelsize=8, rotation=15)

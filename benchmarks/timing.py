@@ -1,4 +1,4 @@
-"""How time and memory are taken. On a GPU as tuning does, in graphs (liger_ext/_timing.py); on a CPU the providers take
+"""Measures time and memory. On a GPU as in tuning, with CUDA graphs (liger_ext/_timing.py); on a CPU providers run in
 turns, call by call, because the machine's speed drifts, and medians are compared.
 """
 
@@ -16,7 +16,7 @@ from liger_ext._timing import Timing, captured, failure, time_graphs
 
 
 def time_cpu(calls: dict[str, Callable[[], object]], seconds: float = 1.0, least: int = 5) -> dict[str, Timing]:
-    """Wall time of each call, taken in turns."""
+    """Wall time of each call; calls run in turns."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
@@ -30,7 +30,7 @@ def time_cpu(calls: dict[str, Callable[[], object]], seconds: float = 1.0, least
 
 
 def time_calls(calls: dict[str, Callable[[], object]], device: str) -> dict[str, Timing | str]:
-    """Times every provider's call, in turns; a provider that fails is given its error's text."""
+    """Times every provider's call, in turns; a provider that fails has its error's text as its result."""
     if device == "cpu":
         return dict(time_cpu(calls))
     graphs, out = {}, {}
@@ -48,8 +48,8 @@ def time_calls(calls: dict[str, Callable[[], object]], device: str) -> dict[str,
 
 
 def copy_calls(moved_bytes: int, device: str) -> dict[str, Callable[[], object]]:
-    """The limit: our streaming copy that moves this many bytes, half read and half written; the best launch shape of
-    these counts."""
+    """The limit: our streaming copy of this many bytes, half read and half written; its fastest launch configuration
+    counts."""
     n = max(moved_bytes // 2 // 16, 1) * 4
     x = torch.randn(n, device=device)
     each = (1,) if device == "cpu" else (1, 2, 4, 8)
@@ -57,13 +57,13 @@ def copy_calls(moved_bytes: int, device: str) -> dict[str, Callable[[], object]]
 
 
 def free_at_once() -> None:
-    """From now on, a block of memory of 1 MiB or more goes back to the system when a CPU's tensor is freed, so that the
-    resident set is what is in use."""
+    """From now on, freed CPU tensors of 1 MiB or more return their memory to the system at once, so that the resident
+    set equals the memory in use."""
     ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
 
 
 def peak_mib(call: Callable[[], object], device: str) -> float:
-    """The most that a second call has in use above what was in use before it."""
+    """The most memory in use during a second call, above the memory in use before it."""
     meter = Meter(torch.device(device))
     call()
     if device == "cuda":

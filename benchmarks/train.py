@@ -1,7 +1,7 @@
-"""Whole training steps of a Llama with random weights: forward, backward, fused AdamW. Loss curve, time of a step and
-where it goes, peak memory beside a model of it, and what the forward keeps for the backward.
+"""Whole training steps of a Llama with random weights: forward, backward, fused AdamW. Measures the loss curve, time of
+a step by kind, peak memory compared with a model of it, and the saved tensors.
 
-Each provider trains each model in a process of its own (`train_one.py`).
+Each provider trains each model in a separate process (`train_one.py`).
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ class Training:
     tokens: int
     step: Timing | None = None
     peak_mib: float | None = None
-    explained_mib: float | None = None  # by footprint.py
-    parts_mib: dict[str, float | None] | None = None  # of what explains it
+    explained_mib: float | None = None  # predicted by footprint.py
+    parts_mib: dict[str, float | None] | None = None  # terms of the prediction
     time_ms: dict[str, float] | None = None  # of one step, by kind
-    kept_mib: dict[str, float] | None = None  # by kind; None of a compiled model
+    kept_mib: dict[str, float] | None = None  # saved tensors by kind; None for a compiled model
     losses: list[float] = field(default_factory=list)
     curve: dict[str, float] | None = None  # largest difference from Hugging Face's losses, its step, its bound
     error: str = ""
 
     @property
     def differs(self) -> bool:
-        """Fails for NaN, too."""
+        """Returns whether the curve differs; True for NaN, too."""
         return self.curve is not None and not self.curve["difference"] <= self.curve["bound"]
 
 
 def chosen_models(settings: suite.Settings, of: dict[str, dict]) -> dict:
-    """Of those for a CPU or a GPU, those that are asked for."""
+    """The requested models for this device."""
     return {name: of_name for name, of_name in of.items() if settings.wants_model(name)}
 
 
 def chosen_providers(settings: suite.Settings) -> list[str]:
-    """Those that are asked for, else the usual ones; for curves, first what they are compared with."""
+    """The requested providers, or the default ones; for curves, the reference first."""
     if not settings.providers:
         return list(providers(settings.device))
     here = on_request(settings.device)
     if unknown := [name for name in settings.providers if name not in here]:
-        raise SystemExit(f"no provider {', '.join(unknown)} here; there are: {', '.join(here)}")
+        raise SystemExit(f"unknown provider {', '.join(unknown)}; expected one of {', '.join(here)}")
     return [n for n in here if settings.wants(n) or (settings.curves and n == STOCK)]
 
 
@@ -115,8 +115,8 @@ def table(records: list[Training], settings: suite.Settings) -> list[suite.Grid]
 
 def _steps(records: list[Training], settings: suite.Settings) -> suite.Grid:
     grid = suite.Grid(
-        f"{settings.dtype}: training steps; peak memory, the peak that parameters, gradients, states, what the forward "
-        "keeps and the loss's workspace explain, and what is kept, in MiB; milliseconds of one profiled step by kind",
+        f"{settings.dtype}: training steps; MiB: peak, explained (by parameters, gradients, states, saved tensors and "
+        "the loss's workspace), kept (saved tensors); milliseconds of one profiled step by kind",
         ["model", "provider", "step", "tokens/s", "peak", "explained", "kept", *COLUMNS],
     )
     if settings.curves:
@@ -134,7 +134,7 @@ def _steps(records: list[Training], settings: suite.Settings) -> suite.Grid:
 
 def _kept(records: list[Training]) -> suite.Grid:
     grid = suite.Grid(
-        "What the forward keeps for the backward, MiB; total as measured, kinds as saved-tensor hooks see them",
+        "Saved tensors, MiB: the measured total, and kinds as recorded by saved-tensor hooks",
         ["model", "provider", "total", *kept.KINDS],
     )
     for r in (r for r in records if r.step):

@@ -1,4 +1,4 @@
-"""One provider trains one model, in a process of its own: loss curve, time of a step and where it goes, memory."""
+"""One provider trains one model in a separate process: loss curve, time of a step by kind, memory."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from liger_ext._timing import Timing
 from . import kept, models, step_time, suite
 from .footprint import Footprint
 
-LEARNING_RATE = 1e-4  # that of the runs which say how far two right loss curves may be apart (docs/decisions.md)
-WARM_UP = 3  # steps whose time does not count
-DIFFERENT = 12  # batches, which come again and again
+LEARNING_RATE = 1e-4  # as in the runs that bound the distance of two right loss curves (docs/decisions.md)
+WARM_UP = 3  # untimed steps
+DIFFERENT = 12  # batches, used in turn
 
 
 @dataclass
@@ -28,22 +28,22 @@ class Measured:
     peak: int  # bytes
     footprint: Footprint
     time: dict[str, float]  # milliseconds of one step, by kind
-    kept: dict[str, int] | None  # bytes by kind; None of a compiled model
+    kept: dict[str, int] | None  # saved bytes by kind; None for a compiled model
     losses: list[float]
 
 
 def measure(
     config: dict, batch: int, seq: int, provider: str, device: str, dtype: str, steps: int, say: Callable
 ) -> Measured:
-    """``steps`` of the given sizes, of which those after ``WARM_UP`` are timed; ``say(text)`` tells how far it is.
+    """Runs ``steps`` with the given sizes and times those after ``WARM_UP``; ``say(text)`` reports progress.
 
-    On a CPU the peak has some 60 MiB of libraries in it that load with the first step.
+    On a CPU the peak includes some 60 MiB of libraries that load with the first step.
     """
     place = torch.device(device)
     meter = Meter(place)
     torch.ones(8, 8, device=place).matmul(torch.ones(8, 8, device=place))
     empty = 0 if place.type == "cuda" else meter.reset()
-    say("making model and data")
+    say("building model and data")
     model = models.build(config, place, suite.DTYPES[dtype])
     trained = models.on_request(device)[provider](model)
     optimizer = optimizer_for(model, LEARNING_RATE)
@@ -73,13 +73,13 @@ def measure(
         samples.append((time.perf_counter() - start) * 1e6)
     peak = meter.peak() - empty
 
-    say("a profile, and what is kept")
+    say("profile and saved tensors")
     spent = step_time.time_by_kind(lambda: step(steps), device)
     compiled = trained is not model
     kinds = None if compiled else kept.kept_by_kind(model, forward)
     held = _kept_now(forward, meter) if place.type == "cuda" else kept.kept_bytes(model, forward)
     parameters, states = _bytes(model.parameters()), _bytes(_states(optimizer))
-    # A compiler makes another loss of stock's; ours is one operation in any case.
+    # A compiler replaces stock's loss; ours is one operation in any case.
     workspace = None if provider == models.COMPILED else _loss_workspace(model, data[0], meter)
     tied = _bytes([model.lm_head.weight]) if model.config.tie_word_embeddings else 0
     footprint = Footprint(parameters, parameters, states, held, workspace, tied)
@@ -92,7 +92,7 @@ def wait(device: torch.device) -> None:
 
 
 def _kept_now(forward: Callable[[], torch.Tensor], meter: Meter) -> int:
-    """Bytes in use after a forward that were not before it; gradients and states are there already."""
+    """Bytes that a forward adds to those in use; gradients and states exist already."""
     before = meter.reset()
     loss = forward()
     after = meter.reset()
@@ -101,12 +101,12 @@ def _kept_now(forward: Callable[[], torch.Tensor], meter: Meter) -> int:
 
 
 def _loss_workspace(model: torch.nn.Module, tokens: torch.Tensor, meter: Meter) -> int:
-    """Head and loss alone, on fixed hidden states: what their backward has in use at most beside what is kept."""
+    """Head and loss alone, on fixed hidden states: the most bytes that their backward adds to the saved tensors."""
     weight = model.lm_head.weight
     hidden = torch.randn(*tokens.shape, weight.shape[1], device=weight.device, dtype=weight.dtype, requires_grad=True)
     model.model = FixedHidden(hidden)
     measured = 0
-    for _ in range(2):  # the first loads libraries
+    for _ in range(2):  # the first run loads libraries
         weight.grad = hidden.grad = None
         loss = model(input_ids=tokens, labels=tokens).loss
         before = meter.reset()

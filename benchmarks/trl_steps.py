@@ -1,10 +1,10 @@
-"""Whole training steps of TRL's DPOTrainer and GRPOTrainer (1.16), by their own ``train()``: forward, backward,
-clipping and AdamW of a Llama with random weights, on TRL's function of log-probabilities, on ours, and with a patched
-model too.
+"""Whole training steps of TRL's DPOTrainer and GRPOTrainer (1.16), by their ``train()``: forward, backward, clipping
+and AdamW of a Llama with random weights, with TRL's function of log-probabilities, with ours, and with ours and a
+patched model.
 
-DPO's data are tokens already. GRPO's ``_prepare_inputs`` is replaced, so that nothing is generated: it returns random
-completions, their advantages and old log-probabilities. Losses are recorded before they are rounded for the log. All
-settings run in one process."""
+DPO's data are token ids. A replaced ``_prepare_inputs`` avoids generation in GRPO: it returns random completions, their
+advantages and old log-probabilities. Losses are recorded before TRL rounds them for its log. All settings run in one
+process."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _TINY = dict(num_attention_heads=4, num_key_value_heads=2, hidden_size=64, inter
 
 
 class Sizes(NamedTuple):
-    """``prompt`` of ``length`` tokens have no loss; ``pairs`` of DPO are as many sequences as two times ``pairs`` of
-    GRPO."""
+    """``prompt`` of the ``length`` tokens have no loss; DPO's ``pairs`` are twice as many sequences, and GRPO has as
+    many."""
 
     name: str
     config: dict
@@ -47,7 +47,7 @@ SIZES_CUDA, SIZES_CPU = Sizes("Llama-1B", _MODEL, 4, 1024, 256), Sizes("tiny", _
 STOCK, INSTALLED, PATCHED = "TRL", "liger_ext.trl.install()", "install() and patched model"
 WARM_UP, STEPS = 3, 8
 LEARNING_RATES = {"DPO": 1e-6, "GRPO": 1e-5}  # with 1e-5 DPO's loss is 0 after two steps
-LIMIT = 105.0  # seconds of a run on a GPU, after which settings are left out
+LIMIT = 105.0  # seconds of a run on a GPU, after which settings are skipped
 
 
 @dataclass
@@ -59,9 +59,9 @@ class Training:
     step: Timing | None = None
     peak_mib: float | None = None
     losses: list[float] = field(default_factory=list)
-    entropies: list[float] = field(default_factory=list)  # as TRL logs them
-    difference: float | None = None  # the largest, from the losses of TRL's function
-    seconds: float = 0.0  # all that the setting took
+    entropies: list[float] = field(default_factory=list)  # as logged by TRL
+    difference: float | None = None  # the largest difference from the losses with TRL's function
+    seconds: float = 0.0  # total time of the setting
     error: str = ""
 
 
@@ -103,7 +103,7 @@ def _free() -> None:
 
 @contextlib.contextmanager
 def _on(setting: str) -> Iterator[None]:
-    """TRL's losses are computed by its own function, or by ours."""
+    """Computes TRL's losses with its own function, or with ours."""
     if setting == STOCK:
         yield
         return
@@ -113,7 +113,7 @@ def _on(setting: str) -> Iterator[None]:
     stock = utils._ChunkedLogProbFunction
     with liger_ext.trl.install():
         if utils._ChunkedLogProbFunction is stock:
-            raise RuntimeError("liger_ext.trl.install() has changed nothing")
+            raise RuntimeError("liger_ext.trl.install() replaced nothing")
         yield
 
 
@@ -124,7 +124,7 @@ def _measure(record: Training, sizes: Sizes, trainer: str, checkpoints: bool, se
     device = torch.device(settings.device)
     meter = Meter(device)
     before = meter.reset()
-    AcceleratorState._reset_state(reset_partial_state=True)  # it outlives a trainer, with its autocast
+    AcceleratorState._reset_state(reset_partial_state=True)  # the state, with its autocast, outlives a trainer
 
     def model() -> torch.nn.Module:
         made = models.build(sizes.config, device, settings.torch_dtype)
@@ -196,7 +196,7 @@ def _dpo(model: Callable, sizes: Sizes, common: dict, device: torch.device):
 
     class OfTokens(DPOTrainer):
         def _prepare_dataset(self, dataset, *others):
-            return dataset  # it has tokens already
+            return dataset  # it holds token ids already
 
     rows = [
         dict(
@@ -243,7 +243,8 @@ def _grpo(model: Callable, sizes: Sizes, common: dict, device: torch.device):
 
 
 def _dataset(rows: list[dict]):
-    """With a fingerprint of its own: to make one, datasets pickles the table, which it cannot do with every pyarrow."""
+    """A dataset with a fixed fingerprint: to compute one, datasets pickles the table, which fails with some
+    pyarrows."""
     from datasets import Dataset
     from datasets.table import InMemoryTable
 
@@ -274,8 +275,8 @@ def line(record: Training) -> str:
 
 def table(records: list[Training], settings: suite.Settings) -> list[suite.Grid]:
     grid = suite.Grid(
-        f"{settings.dtype}: training steps of TRL's trainers, the median of {STEPS} after {WARM_UP}; the peak of all "
-        "memory, MiB; the largest difference of a loss from that on TRL's function",
+        f"{settings.dtype}: training steps of TRL's trainers: median of {STEPS} after {WARM_UP}; peak of all "
+        "memory, MiB; largest difference of a loss from that with TRL's function",
         ["model", "trainer", "setting", "step", "tokens/s", "peak", "difference", "first loss", "last loss", "error"],
     )
     losses = suite.Grid("losses of the steps", ["trainer", "setting", *map(str, range(1, WARM_UP + STEPS + 1))])

@@ -1,9 +1,9 @@
-"""Direct preference optimisation of a real pretrained Llama on made-up preferences: short answers over long ones.
+"""Direct preference optimisation of a pretrained Llama on invented preferences: short answers over long ones.
 
-    python -m examples.dpo            a minute on two cores; dpo.png has the margin over the steps
+    python -m examples.dpo            a minute on two cores; dpo.png plots the margin over the steps
 
-The log-probabilities come from a patched model, which makes no logits. The reference is the model before its first
-step. The last layers are trained alone, for the sake of time.
+The log-probabilities come from a patched model, which computes no full logits. The reference is the model before its
+first step. Only the last layers are trained, to save time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from examples.plot import draw
 from liger_ext import apply_liger_kernel_to_llama, losses
 
 NAMES = ["cat", "dog", "tree", "house", "car", "bird", "fish", "book", "rain", "milk", "bread", "road"]
-SEEN, PAIRS, LAYERS = 8, 3, 8  # names that are trained on, pairs of a step, layers that are trained
+SEEN, PAIRS, LAYERS = 8, 3, 8  # names to train on, pairs per step, trained layers
 
 
 def batch_of(names: list[str], encode, device: torch.device) -> dict[str, torch.Tensor]:
@@ -55,7 +55,7 @@ def main(model: str, steps: int, out: Path) -> None:
         return output.log_probs.sum(-1).view(2, -1)
 
     with torch.no_grad():
-        reference = answers(NAMES)  # column i: of NAMES[i]
+        reference = answers(NAMES)  # column i belongs to NAMES[i]
 
     start, seen, unseen = time.perf_counter(), [], [(0, 0.0)]
     for step in range(1, steps + 1):

@@ -1,10 +1,10 @@
-"""Group relative policy optimisation of a real pretrained Llama: it learns to answer in capital letters.
+"""Group relative policy optimisation of a pretrained Llama, which learns to answer in capital letters.
 
-    python -m examples.grpo           two and a half minutes on two cores; grpo.png has the reward over the steps
+    python -m examples.grpo           two and a half minutes on two cores; grpo.png plots the reward over the steps
 
-Each step samples a group of answers to one prompt. The reward of an answer is the share of its letters that are
-capitals, its advantage the distance from the group's mean in standard deviations. The log-probabilities come from a
-patched model, which makes no logits. The last layers are trained alone, for the sake of time.
+Each step samples a group of answers to one prompt. The reward of an answer is the share of capitals among its letters;
+its advantage is the distance from the group's mean in standard deviations. The log-probabilities come from a patched
+model, which computes no full logits. Only the last layers are trained, to save time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from examples.plot import draw
 from liger_ext import apply_liger_kernel_to_llama, losses
 
 PROMPTS = ["THE TITLE OF A BOOK: The", "A WARNING: Do not", "THE NAME OF A SONG: My", "A SIGN AT A DOOR: Please"]
-GROUP, TOKENS, LAYERS = 12, 10, 8  # answers to a prompt, tokens of an answer, layers that are trained
+GROUP, TOKENS, LAYERS = 12, 10, 8  # answers per prompt, tokens per answer, trained layers
 
 
 def reward_of(text: str) -> float:
@@ -49,7 +49,7 @@ def main(model: str, steps: int, out: Path) -> None:
         rewards = torch.tensor([reward_of(decode(row)) for row in tokens[:, prompt.shape[1] :]], device=device)
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
 
-        # Each position's next token; prompts, and answers without an advantage, cost no matmul in the head.
+        # The target is each position's next token; the head's matmul skips prompts, and answers with advantage 0.
         mask = torch.zeros_like(tokens)
         mask[:, prompt.shape[1] - 1 : -1] = 1
         targets = losses.grpo_targets(tokens.roll(-1, 1), mask, advantages)

@@ -16,7 +16,7 @@ def main(folder: str, text_file: str, steps: int = 100, batch: int = 4, seq: int
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).to(device).train()
-    apply_liger_kernel_to_llama(model=model)  # the one line
+    apply_liger_kernel_to_llama(model=model)  # the only line of liger_ext
 
     tokens = torch.tensor(tokenizer(Path(text_file).read_text())["input_ids"])
     windows = tokens[: tokens.numel() // seq * seq].view(-1, seq)
@@ -34,6 +34,6 @@ def main(folder: str, text_file: str, steps: int = 100, batch: int = 4, seq: int
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Trains a Hugging Face Llama on a text.")
-    parser.add_argument("folder", help="of the model and its tokenizer")
+    parser.add_argument("folder", help="folder of the model and its tokenizer")
     parser.add_argument("text_file")
     main(**vars(parser.parse_args()))

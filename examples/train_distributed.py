@@ -1,17 +1,17 @@
-"""One script from a laptop's CPU to many nodes: FSDP2, liger_ext, checkpoints, and resuming from them.
+"""One training script for a laptop's CPU up to many nodes: FSDP2, liger_ext, checkpoints, and resuming from them.
 
     python examples/train_distributed.py MODEL_FOLDER TEXT_FILE
     torchrun --standalone --nproc-per-node 8 examples/train_distributed.py MODEL_FOLDER TEXT_FILE --compile
     torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 examples/...
 
-Each step trains on --batch windows of --seq tokens, shared by all processes: the losses are the same on any number of
-them. Each process reads its shard of the weights, and holds no more of them than that and one layer. Started again with
-the same --output, training goes on from the newest checkpoint, also on another number of processes. On one GPU, and on
-a CPU, the same code runs in one process.
+Each step trains on --batch windows of --seq tokens, divided among all processes: the losses are equal for any number of
+processes. Each process reads its shard of the weights, and holds at most that shard and one full layer. Started again
+with the same --output, training resumes from the newest checkpoint, also with another number of processes. On one GPU,
+and on a CPU, the same code runs in one process.
 
-To measure: a Llama-1B with random weights on 8 x 2,048 tokens per GPU, with one GPU and with two. Weights and moments
-are in fp32, everything else is in bf16. The first line is of one step that starts everything; later ones have the rate
-of the steps since the line before, without checkpoints, and the largest peak of memory of a GPU:
+To measure scaling: a Llama-1B with random weights on 8 x 2,048 tokens per GPU, with one GPU and with two. Weights and
+moments are in fp32, everything else in bf16. The first line shows one step, which includes all initialisation; later
+lines show the rate since the previous line, without checkpoints, and the largest peak memory of a GPU:
 
     python examples/train_distributed.py random:1b --batch 8 --seq 2048 --steps 60 --log-every 20 --save-every 0
     torchrun --standalone --nproc-per-node 2 examples/train_distributed.py random:1b --batch 16 --seq 2048 \\
@@ -40,7 +40,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 
 from liger_ext import apply_liger_kernel_to_instance
 
-WINDOWS = 4096  # of the text, at most: who starts at its front again after so many sees no difference
+WINDOWS = 4096  # at most so many windows of the text; more steps use them again
 
 
 def at_least(least: float, kind: type = int) -> Callable[[str], float]:
@@ -57,31 +57,31 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shapes = ", ".join(f"random:{name}" for name in SHAPES)
     parser.add_argument(
-        "model", help=f"folder of a model of transformers, with its tokenizer; or, with random weights: {shapes}"
+        "model", help=f"folder of a transformers model and its tokenizer; or, for random weights, one of {shapes}"
     )
-    parser.add_argument("text", type=Path, nargs="?", help="UTF-8 text to train on (default: Python's own library)")
-    parser.add_argument("--output", type=Path, default=Path("trained"), help="checkpoints, and the trained model")
+    parser.add_argument("text", type=Path, nargs="?", help="UTF-8 text (default: Python's standard library)")
+    parser.add_argument("--output", type=Path, default=Path("trained"), help="for checkpoints and the trained model")
     parser.add_argument("--steps", type=at_least(1), default=100)
-    parser.add_argument("--batch", type=at_least(1), default=8, help="sequences per step, of all processes together")
+    parser.add_argument("--batch", type=at_least(1), default=8, help="sequences per step, over all processes")
     parser.add_argument("--seq", type=at_least(2), default=512, help="tokens per sequence")
     parser.add_argument("--lr", type=at_least(0.0, float), default=2e-5)
     parser.add_argument("--log-every", type=at_least(1), default=10, metavar="STEPS")
     parser.add_argument(
         "--save-every", type=at_least(0), default=50, metavar="STEPS",
-        help="how often a checkpoint is written; 0: never, nor is the trained model",
+        help="steps between checkpoints; 0: save neither checkpoints nor the trained model",
     )  # fmt: skip
-    parser.add_argument("--keep", type=at_least(1), default=2, metavar="CHECKPOINTS", help="the newest, and no others")
+    parser.add_argument("--keep", type=at_least(1), default=2, metavar="CHECKPOINTS", help="number of newest to keep")
     parser.add_argument("--memory", default="auto", choices=("fast", "auto", "low", "min"), help="see the README")
-    parser.add_argument("--compile", action="store_true", help="torch.compile of each decoder layer")
+    parser.add_argument("--compile", action="store_true", help="compile each decoder layer with torch.compile")
     parser.add_argument(
         "--alone", type=at_least(1.0, float), metavar="TOKENS",
-        help="tokens per second of one process by itself, beside which lines show what a process reaches here",
+        help="tokens per second of one process alone; lines then show each process's rate relative to it",
     )  # fmt: skip
     return parser.parse_args()
 
 
 def start_processes() -> torch.device:
-    """Joins the processes that torchrun has started, or is the only one. Returns the device of this one."""
+    """Joins the processes that torchrun started, or creates a group of one process. Returns this process's device."""
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
@@ -108,7 +108,7 @@ def config_and_tokenizer(name: str) -> tuple[PretrainedConfig, Callable[[str], l
 
 
 def build(config: PretrainedConfig, arguments: argparse.Namespace, device: torch.device) -> torch.nn.Module:
-    """The patched model, sharded, with memory for fp32 weights but no values in it; a GPU computes with bf16 copies."""
+    """The patched and sharded model, with uninitialised fp32 weights; a GPU computes with bf16 copies."""
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
     apply_liger_kernel_to_instance(model, memory=arguments.memory)
@@ -126,7 +126,7 @@ def build(config: PretrainedConfig, arguments: argparse.Namespace, device: torch
 
 
 def read_weights(model: torch.nn.Module, folder: str) -> None:
-    """Each process reads its shard from the model's .safetensors files."""
+    """Reads this process's shard from the model's .safetensors files."""
     reader = dcp.HuggingFaceStorageReader(folder)
     weights = dict(model.named_parameters())
     missing = weights.keys() - reader.read_metadata().state_dict_metadata.keys()
@@ -137,7 +137,7 @@ def read_weights(model: torch.nn.Module, folder: str) -> None:
 
 @torch.no_grad()
 def make_random_weights(model: torch.nn.Module, config: PretrainedConfig, device: torch.device) -> None:
-    """A Llama's: the same ones on any number of processes."""
+    """Initialises the weights of a Llama, equally for any number of processes."""
     generator = torch.Generator(device).manual_seed(0)
     for weight in model.parameters():
         whole = torch.ones(weight.shape, device=device)
@@ -147,7 +147,7 @@ def make_random_weights(model: torch.nn.Module, config: PretrainedConfig, device
 
 
 def batch_of(windows: torch.Tensor, step: int, batch: int) -> torch.Tensor:
-    """This process's share of a step's windows, which depend on the step alone: a run that is resumed sees the same."""
+    """This process's share of a step's windows, which depend only on the step, so that a resumed run uses the same."""
     chosen = torch.randint(len(windows), (batch,), generator=torch.Generator().manual_seed(step))
     return windows[chosen.chunk(dist.get_world_size())[dist.get_rank()]]
 
@@ -158,14 +158,14 @@ def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int
 
 
 def checkpoints(output: Path) -> list[Path]:
-    """Those that were written to their end, the oldest first."""
+    """Complete checkpoints, the oldest first."""
     # .metadata is written last.
     found = [path.parent for path in output.glob("step-*/.metadata")]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def resume(model: torch.nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path) -> int:
-    """Returns how many steps were made."""
+    """Restores a checkpoint; returns its number of steps."""
     state = state_of(model, optimizer, 0)
     dcp.load(state, checkpoint_id=checkpoint)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
@@ -173,7 +173,7 @@ def resume(model: torch.nn.Module, optimizer: torch.optim.Optimizer, checkpoint:
 
 
 def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, output: Path, keep: int) -> None:
-    """Writes a checkpoint; then those that are older than the newest `keep` are deleted."""
+    """Writes a checkpoint; then deletes all but the newest `keep`."""
     dcp.save(state_of(model, optimizer, step), checkpoint_id=output / f"step-{step}")
     if dist.get_rank() == 0:
         for old in checkpoints(output)[:-keep]:
@@ -181,7 +181,7 @@ def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, ou
 
 
 def save_model(model: torch.nn.Module, name: str, output: Path, bytes_of_file: float = 5e9) -> None:
-    """As `save_pretrained` does of a model on one device. Each process writes its shard, and the first joins them."""
+    """Saves in the format of `save_pretrained`: each process writes its shard, and the first process joins them."""
     weights, file_of, size = dict(model.named_parameters()), {}, 0
     for name_of_weight, weight in weights.items():
         file_of[name_of_weight] = 1 + int(size // bytes_of_file)
@@ -199,13 +199,13 @@ def save_model(model: torch.nn.Module, name: str, output: Path, bytes_of_file: f
 
 
 class Clock:
-    """Seconds of training."""
+    """Seconds of training, without those inside `stopped`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.started = device, time.perf_counter()
 
     def lap(self) -> float:
-        """Since the last call."""
+        """Seconds since the last call."""
         last, self.started = self.started, time.perf_counter()
         return self.started - last
 
@@ -226,7 +226,7 @@ def main() -> None:
     arguments = parse_arguments()
     world = int(os.environ.get("WORLD_SIZE", 1))
     if arguments.batch % world:
-        raise SystemExit(f"--batch {arguments.batch} cannot be shared equally by {world} processes")
+        raise SystemExit(f"--batch {arguments.batch} cannot be divided equally among {world} processes")
     try:
         config, encode = config_and_tokenizer(arguments.model)
         windows = torch.cat(batches(encode, WINDOWS, 1, arguments.seq, arguments.text))
@@ -259,11 +259,11 @@ def main() -> None:
         if step in (done + 1, arguments.steps) or step % arguments.log_every == 0:
             mean = loss.detach() / world
             dist.all_reduce(mean)
-            text = f"step {step}/{arguments.steps}: loss {mean.item():.5f}"  # waits for the GPU
+            text = f"step {step}/{arguments.steps}: loss {mean.item():.5f}"  # synchronises with the GPU
             rate = (step - since) * arguments.batch * arguments.seq / clock.lap()
             text += f", {rate:,.0f} tokens/s, {rate / world:,.0f} per process"
             if arguments.alone:
-                text += f" ({rate / world / arguments.alone:.3f} of one alone)"
+                text += f" ({rate / world / arguments.alone:.3f} of one process alone)"
             if device.type == "cuda":
                 peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device=device)
                 dist.all_reduce(peak, dist.ReduceOp.MAX)

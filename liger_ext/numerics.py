@@ -40,15 +40,16 @@ HOST_WARPS = ("32", "64")
 INTRODUCTION = """\
 # Numerics: one bound for every platform
 
-`liger_ext/bounds.py` states how far each result may be from float64: half an ulp of its dtype, and the roundings of
-the arithmetic, counted. The bound is the same on every platform. The table shows the largest error / bound of all
-outputs and gradients of an op, and where it was; 1 is the limit. In bfloat16 and float16 the one rounding at the store
-is nearly all of it, so values just under 1 are what a right implementation has; in float32 the bound leaves room for
-sums in any order, and in the fused loss for the rounding of 16-bit logits.
+`liger_ext/bounds.py` defines how far each result may be from float64: half an ulp of its dtype, plus the counted
+roundings of the arithmetic. The bound is the same on every platform. The table shows the largest error / bound of all
+outputs and gradients of an op, and the result that has it; 1 is the limit. In bfloat16 and float16 the one rounding at
+the store is nearly all of the error, so a correct implementation has values just under 1. In float32 the bound allows
+sums in any order, and in the fused loss the rounding of 16-bit logits.
 
-Made by `python -m liger_ext.numerics`: `measure` on each machine, `join` of its lines with `numerics.jsonl`. The host
-columns are the GPU's kernels in lockstep warps of 32 and 64 lanes on a CPU, at fewer long rows (`measure --small`); the
-gfx columns are AMD's code objects in an instruction emulator (`tests/amd/run.py --all`), at `tests/kernel_cases.py`.
+`python -m liger_ext.numerics` writes this page: `measure` runs on each machine, and `join` merges its lines with
+`numerics.jsonl`. The host columns are the GPU's kernels in lockstep warps of 32 and 64 lanes on a CPU, at fewer long
+rows (`measure --small`). The gfx columns are AMD's code objects in an instruction emulator
+(`tests/amd/run.py --all`), at the shapes of `tests/kernel_cases.py`.
 """
 
 

@@ -290,7 +290,7 @@ def test_the_longest_context(tmp_path, monkeypatch, capfd):
 
 
 def test_a_provider_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(SystemExit, match="no provider Lyger here; there are: Hugging Face, liger_ext"):
+    with pytest.raises(SystemExit, match="unknown provider Lyger; expected one of Hugging Face, liger_ext"):
         run(tmp_path, "--providers", "Lyger")
 
 

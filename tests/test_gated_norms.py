@@ -1,5 +1,5 @@
-"""Norms with a gate, of models with recurrent layers: each class of transformers against ours. Qwen3-Next's is in
-`test_families.py`."""
+"""Gated norms of models with recurrent layers: each class of transformers compared with its patch. Qwen3-Next's norm is
+tested in `test_families.py`."""
 
 import copy
 import importlib
@@ -17,7 +17,7 @@ from liger_ext.models.patches import find_patch
 SIZE = 48
 OF_GROUPS = dict(group_size=SIZE // 3), dict(group_size=SIZE)
 OF_FALCON = [dict(n_groups=groups, norm_before_gate=before) for groups in (1, 3) for before in (True, False)]
-CLASSES = {  # those that each body is named after, and the options of their constructors
+CLASSES = {  # the classes that our patches are named after, and their constructors' options
     "zamba2.Zamba2RMSNormGated": OF_GROUPS,
     "mamba2.MambaRMSNormGated": OF_GROUPS,
     "falcon_h1.FalconH1RMSNormGated": OF_FALCON,
@@ -32,12 +32,12 @@ def stock_class(name):
         pytest.skip("a newer transformers has it")
     found = getattr(importlib.import_module(f"{path}.modeling_{folder}"), cls)
     if "Falcon" in name and find_patch(found) is None:
-        pytest.skip("older code, which takes a sequence of one position for none")
+        pytest.skip("older code treats a sequence of one position as no sequence")
     return found
 
 
 def results(norm, x, *gate):
-    """Of a forward and a backward."""
+    """Output and gradients, from one forward and one backward."""
     leaves = [t.clone().requires_grad_() for t in (x, *gate)]
     norm.zero_grad()
     out = norm(*leaves)
@@ -57,7 +57,7 @@ def test_equals_stock(device, name, options, dtypes):
     stock.to(torch.float32 if dtypes == "fp32 weight" else of_all)
     ours = copy.deepcopy(stock)
     ours.__class__ = find_patch(cls)
-    exact = copy.deepcopy(stock).double()  # but for what it casts to fp32 itself
+    exact = copy.deepcopy(stock).double()  # the stock code still casts some values to fp32
     gates = [1] if name.startswith("kimi") else [0, 1]
     for shape in ((2, 5, SIZE), (7, SIZE)):
         for count in gates:
@@ -85,7 +85,7 @@ def test_equals_stock(device, name, options, dtypes):
 def test_a_wrong_entry_would_be_found(monkeypatch, name, cls, attribute, value):
     monkeypatch.setattr(cls, attribute, value)
     patch = find_patch(stock_class(name))
-    if attribute == "forward":  # the patch has the one that was there when it was made
+    if attribute == "forward":  # the patch copied the original forward when it was built
         monkeypatch.setattr(patch, attribute, value)
     with pytest.raises(AssertionError):
         test_equals_stock(torch.device("cpu"), name, CLASSES[name][0], "fp32")

@@ -1,4 +1,4 @@
-"""SwiGLU and GeGLU, of two tensors and packed, under the one rule."""
+"""SwiGLU and GeGLU, with gate and up as two tensors or packed in one, judged by the rule of liger_ext/rule.py."""
 
 import inspect
 
@@ -69,7 +69,7 @@ def test_wide(device, op, dtype):
 @pytest.mark.parametrize("op, approximate", [("swiglu", None), ("geglu", "tanh"), ("geglu", "none")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_saturated_and_special_gates(device, op, approximate, dtype):
-    """Far from zero the activation is 0 or the gate itself; no intermediate may overflow. inf and NaN pass as in
+    """Far from zero the activation is 0 or equals the gate; no intermediate may overflow. inf and NaN propagate as in
     PyTorch."""
     extra = {} if approximate is None else {"approximate": approximate}
     values = [0.0, -0.0, 1e-6, -1e-6, 3.0, -3.0, 10.0, -10.0, 50.0, -50.0, 90.0, -90.0, 1e4, -1e4, 6e4, -6e4]
@@ -83,7 +83,7 @@ def test_saturated_and_special_gates(device, op, approximate, dtype):
     torch.testing.assert_close(getattr(F, op)(special, one, **extra), act.to(special), equal_nan=True)
 
 
-# The backward's h: what the forward returns, for a caller that has not kept it --------------------------------------
+# h in the backward: recomputes the forward's output, for a caller that has not saved it ------------------------------
 
 each_activation = pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
 glu_backward = torch.ops.liger_ext.glu_backward.default
@@ -93,7 +93,7 @@ glu_backward_with_h_ = torch.ops.liger_ext.glu_backward_with_h_.default
 @settings(max_examples=100)
 @given(data=st.data())
 def test_h_of_the_backward(device, data):
-    """Every shape, dtype and layout. dgate and dup keep their bits."""
+    """Every shape, dtype and layout. dgate and dup are bit-identical to those of the backward without h."""
     shape = (*data.draw(leading_shapes), data.draw(hidden_sizes))
     dtype = data.draw(st.sampled_from(dtypes_of(device)))
     tensors = [draw_tensor(data, device, *shape, dtype=dtype, scale=2) for _ in range(3)]
@@ -112,7 +112,7 @@ def test_h_of_many_elements(device, activation, dtype, shape):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", ["contiguous", "padded"])
 def test_h_of_every_16_bit_gate(device, activation, dtype, layout):
-    """In whole vectors and in single elements, which other kernels take."""
+    """In whole vectors and in single elements, which use different kernels."""
     gate = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).view(8, -1)
     gate = laid_out(gate[gate.isfinite()].view(8, -1), layout)
     up, dh = (normal(*gate.shape, dtype=dtype, seed=seed) for seed in (1, 2))
@@ -122,7 +122,7 @@ def test_h_of_every_16_bit_gate(device, activation, dtype, layout):
 @settings(max_examples=100)
 @given(rng=st.randoms(use_true_random=False), data=st.data())
 def test_h_is_written_over_dh_alone(device, rng, data):
-    """gate and up in any layout; dh contiguous, at any address."""
+    """gate and up have any layout; dh is contiguous, at any address."""
     shape = (*data.draw(leading_shapes), data.draw(hidden_sizes))
     dtype = data.draw(st.sampled_from(dtypes_of(device)))
     guard = Guarded()

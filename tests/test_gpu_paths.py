@@ -1,5 +1,5 @@
-"""Every path that launches have, judged on it: the calls of gpu_paths.py, rows that nothing holds and so are read
-again, and backwards of which only some gradients are wanted."""
+"""Every code path of the GPU launches, judged by the rule of liger_ext/rule.py: the calls of gpu_paths.py, rows that
+are too long to hold and so are read twice, and backwards that compute only some of the gradients."""
 
 import itertools
 
@@ -21,14 +21,14 @@ def test_path(path):
     judge(path.op, path.arguments(path.rows(profile_of_this_machine()), "cuda"))
 
 
-# More columns than the registers of a cluster hold, and of the fused loss, which has the most of them in place.
+# More columns than the registers of a cluster hold; the fused loss holds the most columns, because it works in place.
 LONG = {
     **dict.fromkeys(ROW_OPS, 262_160),
     "fused_linear_cross_entropy": 524_400,
 }
 
 
-# On the host target the cases of kernel_cases.py are as long as that, by what a block holds.
+# On the host target, kernel_cases.py has rows that exceed the smaller capacity of its blocks.
 @pytest.mark.cuda
 @dtypes
 @pytest.mark.parametrize("op", LONG)
@@ -38,7 +38,7 @@ def test_rows_that_are_read_again(op, dtype):
 
 
 def test_these_rows_are_read_again():
-    """By what is planned on an H200."""
+    """According to the plans for an H200."""
     for op, cols in LONG.items():
         launches = [x for name in (op, f"{op}_backward") for x in _C.plans(name, _C.profile("H200"), 3, cols)]
         names = [launch.kernel for launch in launches if "Registers" in launch.kernel]
@@ -49,13 +49,13 @@ TENSORS = {op: tuple(RECORDS[op].inputs(Make(torch.float32), Size(1, 8))) for op
 
 
 def subsets(names):
-    """All but none and all of them."""
+    """All subsets but the empty one and the full one."""
     return [some for n in range(1, len(names)) for some in itertools.combinations(names, n)]
 
 
 def lengths(device):
-    """Rows that share a block, have one or several warps, a cluster on Hopper, and are read again, in vectors and in
-    single elements."""
+    """Row lengths: several rows per block, one or several warps per row, a cluster per row on Hopper, and two-pass
+    rows; in vectors and in single elements."""
     if device.type == "cuda":
         return (512, 3072, 8192, 16_384, 65_536, 300_000, 1001, 40_001)
     return (64, 9000) if host_target() else (64, 1001)
@@ -65,7 +65,7 @@ def lengths(device):
 @pytest.mark.parametrize("mixed", [False, True], ids=["", "weights of another dtype"])
 @pytest.mark.parametrize(("op", "wanted"), [(op, some) for op, names in TENSORS.items() for some in subsets(names)])
 def test_some_gradients(device, op, wanted, dtype, mixed):
-    """Of x alone, of dweight alone, ...: every path of the backward leaves out what nobody wants."""
+    """Only dx, only dweight, ...: every path of the backward skips the gradients that are not requested."""
     for cols in lengths(device):
         made = arguments(op, 40 if device.type == "cuda" else 9, cols, dtype, device)
         for name in ("weight", "bias"):

@@ -1,5 +1,5 @@
-"""Autograd promises, the same for every op: gradcheck in float64, a second backward, refused second derivatives,
-untouched inputs."""
+"""Promises about autograd that hold for every op: gradcheck in float64, a second backward, refused second derivatives,
+unchanged inputs."""
 
 import copy
 import itertools
@@ -41,7 +41,7 @@ def test_a_second_backward_gives_the_same_gradients(device, example):
 
 @each_example
 def test_saved_tensors_may_be_offloaded(device, example):
-    """Hooks that keep saved tensors elsewhere give back copies: equal values, strides of their own."""
+    """Hooks that offload saved tensors return copies: equal values, but new strides."""
     arguments = example.arguments(device, torch.float32)
     expected = gradients(example, arguments)
     with torch.autograd.graph.saved_tensors_hooks(
@@ -53,7 +53,7 @@ def test_saved_tensors_may_be_offloaded(device, example):
 
 @each_example
 def test_tensors_made_under_inference_mode(device, example):
-    """Autograd does not save them: what is frozen may be one all the same."""
+    """Autograd does not save inference tensors, but a frozen argument may be one."""
     arguments = example.arguments(device, torch.float32)
     for name, value in arguments.items():
         if not isinstance(value, torch.Tensor):
@@ -88,7 +88,8 @@ def test_inputs_are_never_written(device, example, dtype):
 
 @each_op
 def test_a_double_backward_is_refused(device, example):
-    """Silently wrong without the refusal: gradients of gradients, with respect to the inputs and to what came in."""
+    """Without the refusal, second derivatives with respect to the inputs and to the upstream gradient would be silently
+    wrong."""
     arguments = example.arguments(device, torch.float32)
     outputs = losses_of(example(arguments))
     grads = [g.requires_grad_() for g in grads_for(outputs)]
@@ -133,7 +134,7 @@ def test_the_same_input_gives_the_same_bits(device, example, dtype):
 
 @pytest.mark.parametrize("op", [op for op, record in RECORDS.items() if not record.llama.hidden])
 def test_results_do_not_depend_on_the_number_of_threads(op):
-    """Sums over rows are split by the shape alone. The fused loss's matmuls are a library's."""
+    """Sums over rows are split by the shape alone. The fused loss is left out: its matmuls are a library's."""
     made, results = arguments_of(op, 1003, 130, torch.float32, "cpu"), []
     for number in (1, 2, 3):
         with threads(number):
@@ -145,7 +146,7 @@ def test_results_do_not_depend_on_the_number_of_threads(op):
 
 @pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "layer_norm", "group_norm"])
 def test_what_is_not_wanted_is_not_computed(device, op):
-    """Of a backward op, called with each of its flags."""
+    """Calls a backward op with every combination of its `need_...` flags."""
     backward, given = recorded(BY_NAME[op], device)[-1]
     named = dict(zip((argument.name for argument in backward._schema.arguments), given, strict=True))
     flags, all_of_them = [name for name in named if name.startswith("need_")], backward(*given)

@@ -1,4 +1,4 @@
-"""GroupNorm under the one rule, and its edges."""
+"""GroupNorm, judged by the rule of liger_ext/rule.py, and its edge cases."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_group_norm(device, data):
     judge("group_norm", made | {"eps": data.draw(st.sampled_from([1e-6, 1e-5, 1e-2]))})
 
 
-# Few elements a channel and many, few long groups, many short ones, one group and as many as channels.
+# Few and many elements per channel; few long groups, many short ones; one group, and as many groups as channels.
 SHAPES = [
     ((2, 64, 56, 56), 32),
     ((2, 320, 32, 32), 32),
@@ -66,7 +66,7 @@ def test_parameters_of_any_dtype(device, dtype, parameters):
 
 @pytest.mark.parametrize("elements", [500, 60_000])
 def test_a_large_mean_does_not_cost_the_variance(device, elements):
-    """E[x^2] - E[x]^2 in fp32, as upstream has it, would have no correct digit here."""
+    """E[x^2] - E[x]^2 in fp32, upstream's formula, would have no correct digit here."""
     made = inputs((2, 4, elements), 2, device=device)
     made["x"] = (made["x"].detach() + 1e4).requires_grad_()
     judge("group_norm", made)
@@ -75,7 +75,7 @@ def test_a_large_mean_does_not_cost_the_variance(device, elements):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("elements", [256, 20_000])
 def test_the_first_element_may_be_far_from_all_others(device, elements, dtype):
-    """The sums of a group are relative to it."""
+    """The kernel subtracts a group's first element before it sums."""
     x = normal(4, 2, elements, dtype=dtype, device=device, scale=0.01)
     x[:, 0, 0] = torch.tensor([100.0, -100.0, 1.0, 0.0])
     judge("group_norm", {"x": x.requires_grad_(), "num_groups": 1, "weight": None, "bias": None})
@@ -106,7 +106,7 @@ def test_nothing_to_normalise(device, shape):
 
 
 def test_channels_last(device):
-    """Strides of images whose channels are innermost, of the input and of the gradient."""
+    """Input and gradient have the strides of images whose channels are innermost."""
     made = inputs((2, 8, 6, 5), 4, device=device)
     x = made["x"].detach().to(memory_format=torch.channels_last).requires_grad_()
     y, expected = F.group_norm(**{**made, "x": x}), F.group_norm(**made)

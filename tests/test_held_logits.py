@@ -1,6 +1,5 @@
-"""Rows of logits that a GPU's blocks hold, with values and options that ordinary rows do not have: what PyTorch
-computes in float64 of the logits as they are stored. A row is one token of one hidden value, so that its logits are
-exact.
+"""Rows of logits that a GPU's blocks hold, with values and options that ordinary rows do not have, compared with
+PyTorch's float64 result for the logits as stored. Each row is one token with one hidden value, so its logits are exact.
 """
 
 import pytest
@@ -11,13 +10,13 @@ from cases import normal
 from liger_ext import functional
 
 NAN, INF = float("nan"), float("inf")
-# Longer than a block holds; not whole vectors; and more than registers alone hold, even of a cluster.
+# Longer than a block holds; not a multiple of the vector width; longer than the registers of even a cluster hold.
 LENGTHS = [3_001, 40_003, 140_000]
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
 
 
 def loss_and_gradient(logits, target, **options):
-    """Of the fused loss, whose weight is the row of logits."""
+    """Results of the fused loss, whose weight is the row of logits."""
     x, weight = logits.new_ones(1, 1), logits.clone()[:, None].requires_grad_()
     target = torch.tensor([target], device=logits.device)
     out = functional.fused_linear_cross_entropy(
@@ -53,7 +52,7 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "none")
 @pytest.mark.parametrize("cols", LENGTHS)
 def test_options(device, cols, options, dtype):
-    """Logits on both sides of the softcap, a common part of 60, and the target in the first, a middle and the last
+    """Logits on both sides of the softcap, logits shifted by 60, and the target in the first, a middle and the last
     vector."""
     for seed, target, shift in (
         (0, 1, 0.0),
@@ -84,7 +83,7 @@ def test_predictions_are_the_first_of_the_largest(device, cols, dtype):
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "none")
 @pytest.mark.parametrize("cols", LENGTHS[1:])
 def test_values_that_are_no_numbers(device, cols, options, dtype):
-    """The first NaN is the prediction, as torch.argmax has it; a loss is a number, infinite or NaN as PyTorch's is."""
+    """The first NaN is the prediction, as in torch.argmax; a loss is finite, infinite or NaN where PyTorch's is."""
     far = cols - 5
     for values, target in (
         ({far: NAN}, 5),

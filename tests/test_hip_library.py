@@ -1,5 +1,5 @@
-"""The HIP library links and loads on a machine without an AMD GPU and with torch's CPU wheel: a stub stands in for
-libtorch_hip, Debian's libamdhip64 is the real one. ``tests/compile_gpu.sh hip`` builds both."""
+"""The HIP library links and loads on a machine without an AMD GPU and with torch's CPU wheel: a stub replaces
+libtorch_hip; libamdhip64 is Debian's. ``tests/compile_gpu.sh hip`` builds both the library and the stub."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not STUB.exists(), reason="there is no HIP build
 
 
 def dynamic(path):
-    """The libraries that a library needs, and the symbols that it defines and that it wants."""
+    """Libraries that a library needs, symbols that it defines, and symbols that it leaves undefined."""
     with open(path, "rb") as file:
         elf = ELFFile(file)
         needed = {tag.needed for tag in elf.get_section_by_name(".dynamic").iter_tags("DT_NEEDED")}
@@ -29,13 +29,13 @@ def dynamic(path):
 
 
 def find(name):
-    """A library of the system, as the dynamic linker finds it."""
+    """Path of a system library, as the dynamic linker finds it."""
     listed = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=True).stdout
     return next((line.split(" => ")[1] for line in listed.splitlines() if line.split()[:1] == [name]), None)
 
 
 def test_links_with_what_a_rocm_torch_brings():
-    """Nothing undefined but symbols of libtorch, libtorch_hip, the HIP runtime and the C and C++ libraries; and no
+    """The only undefined symbols are those of libtorch, libtorch_hip, the HIP runtime and the C and C++ libraries; no
     dependency on one ROCm version's libamdhip64."""
     needed, _, wanted = dynamic(HIP_LIBRARY)
     assert "libtorch_hip.so" in needed and not [n for n in needed if "amdhip" in n]
@@ -63,7 +63,7 @@ assert torch.allclose(liger_ext.rms_norm(x, None), torch.nn.functional.rms_norm(
 
 
 def test_loads_and_registers_its_ops():
-    """Beside the CPU library, with the runtime's registration of the code objects but no device."""
+    """Beside the CPU library; the HIP runtime registers the code objects, but has no device."""
     if not any("amdhip" in n for n in dynamic(STUB)[0]):
         pytest.skip("needs libamdhip64 (package libamdhip64-dev)")
     libraries = os.pathsep.join([str(STUB.parent), os.environ.get("LD_LIBRARY_PATH", "")])

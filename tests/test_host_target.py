@@ -1,7 +1,8 @@
-"""The GPU's kernels, run on the host: every one of them against float64, and broken ones that have to be found.
+"""The GPU's kernels, run on the host: every kernel is compared with float64, and the target's checks must find the bugs
+of deliberately broken kernels.
 
-``make host`` builds what is tested here, into the folder ``host`` beside the libraries; CONTRIBUTING.md says how to
-use it when writing a kernel.
+``make host`` builds the host target, into the folder ``host`` beside the libraries; CONTRIBUTING.md shows how to use it
+when writing a kernel.
 """
 
 import os
@@ -15,8 +16,8 @@ import liger_ext
 from liger_ext._load import library_folder
 
 HERE, HOST = Path(__file__).parent, library_folder() / "host"
-AHEAD = library_folder() / "ahead" / "host"  # with clusters, and copies that fetch rows ahead
-ASYNC = library_folder() / "async" / "host"  # with asynchronous copies alone, which the norms' backward uses there
+AHEAD = library_folder() / "ahead" / "host"  # with clusters, and bulk copies that fetch rows ahead
+ASYNC = library_folder() / "async" / "host"  # without clusters, with asynchronous copies: the norms' backward uses them
 
 pytestmark = pytest.mark.skipif(not (HOST / "broken_kernels").exists(), reason="no host target: `make host` builds it")
 WARPS = 32, 64
@@ -50,14 +51,15 @@ def run_on_host(file, target, *args, **env):
 
 @warp_widths
 def test_quick_cases(warp):
-    """A few of each op. The slow tests below have all of them, and every kernel."""
+    """A few cases of each op. The slow tests below run all cases, and every kernel."""
     run_on_host("host_kernels.py", f"warps of {warp}", "-k", "test_kernel_cases", "-m", "not slow")
 
 
 @pytest.mark.slow
 @targets
 def test_every_kernel(target, capsys):
-    """The table: kernels, their instances (by dtype, elements of an access, ...), and the cases that they ran in."""
+    """Prints the table: kernels, their instances (by dtype, elements of an access, ...), and the cases that they ran
+    in."""
     said = run_on_host("host_kernels.py", target, "-rP")
     with capsys.disabled():
         print(f"\n{target}", *(line for line in said.splitlines() if line.startswith("| ")), sep="\n")
@@ -72,7 +74,7 @@ def test_every_path(file, target):
 
 @pytest.mark.slow
 def test_rows_that_are_held():
-    """In clusters, with all options, and with values that are no numbers."""
+    """In clusters, with all options, and with infinities and NaN."""
     run_on_host("test_held_logits.py", "clusters")
 
 
@@ -84,7 +86,7 @@ def test_every_layout():
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["host_kernels.py", "test_forced_plans.py"])
 def test_norms_with_asynchronous_copies(file):
-    """Ampere's and Ada's way."""
+    """As on Ampere and Ada."""
     run_on_host(file, "asynchronous copies", "-k", "norm and not group_norm")
 
 
@@ -97,12 +99,12 @@ def test_sums_of_exponentials_are_as_exact_as_torch(target):
 
 @pytest.mark.slow
 def test_rows_of_logits_in_160_kib():
-    """MI355X's shared memory: plans that no device with 64 KiB has."""
+    """With MI355X's shared memory, which has plans that no device with 64 KiB has."""
     said = run_on_host("host_kernels.py", "warps of 64", "-k", "fused or 64_kib", LIGER_EXT_HOST_SHARED="160")
     assert "skipped" not in said, said
 
 
-# In which thread, and what is found; {warp} is the warp's width, which is also the first thread of the second warp.
+# The thread, and the findings; {warp} is the warp's width, which is also the first thread of the second warp.
 BROKEN = {
     "MissingBarrier": ("{warp}", "race: stores 4 bytes at shared memory"),
     "MissingDoubleBuffer": (64, "race: loads 4 bytes at shared memory"),
@@ -142,10 +144,10 @@ BROKEN = {
     "PartOfAWarp": (0, "threads, which is no multiple of the warp's {warp}"),
     "TooMuchSharedMemory": (0, "launched with 65540 bytes of shared memory; the device has 65536"),
 }
-LAUNCHES = ("TooManyThreads", "PartOfAWarp", "TooMuchSharedMemory")  # found before the first block
+LAUNCHES = ("TooManyThreads", "PartOfAWarp", "TooMuchSharedMemory")  # found before the first block runs
 
 
-# Of devices with clusters and copies to shared memory: block, thread, and what is found.
+# For devices with clusters and copies to shared memory: the block, the thread, and the findings.
 BROKEN_TRANSFERS = {
     "UnannouncedPhase": (1, 0, "deadlock: this thread waits for a phase of the mbarrier", "which nobody has announced"),
     "MissingBytes": (
@@ -198,7 +200,7 @@ BROKEN_TRANSFERS = {
 
 
 def check_broken(folder, warp, name, who, findings):
-    """The broken kernel is found, by kind, kernel, block and thread, if one did it; the same kernel mended is not."""
+    """The output names the broken kernel, the error, and the block and thread; the corrected kernel has no findings."""
     found = run(folder / "broken_kernels", name, warp=warp).stdout
     for part in [*findings, f"::{name}\n", who]:
         assert part.format(warp=warp) in found, found

@@ -1,8 +1,8 @@
-"""Layers that Hugging Face's package `kernels` loads from the folder liger_ext/hub_kernels: a model whose forwards they
-replace trains as it did, through transformers' KernelConfig.
+"""Layers that Hugging Face's package `kernels` loads from the folder liger_ext/hub_kernels: through transformers'
+KernelConfig they replace the forwards of a model, which then trains as before.
 
-transformers registers classes for `kernels` if the version that it asks for is installed when it is imported. Where
-another one is, `registered` does that.
+transformers registers its classes with `kernels` on import, but only where the version of `kernels` that it requires is
+installed. With another version, the fixture `registered` does that.
 """
 
 import copy
@@ -31,7 +31,7 @@ OURS = {"rms_norm", "glu", "rope"}
 
 @pytest.fixture(autouse=True)
 def cpu_is_a_device(monkeypatch):
-    """transformers takes GPUs alone in a KernelConfig; `kernels` takes a CPU as well."""
+    """A KernelConfig of transformers accepts GPUs only; `kernels` accepts a CPU as well."""
     monkeypatch.setattr(
         kernel_config, "KERNELS_SUPPORTED_DEVICE_TYPES", [*kernel_config.KERNELS_SUPPORTED_DEVICE_TYPES, "cpu"]
     )
@@ -75,7 +75,7 @@ def kernelized(model, mapping=None):
 
 
 def results_of(model, batch):
-    """Of a step; and the names of our ops in it."""
+    """Loss and gradients of a step, and the names of our ops in it."""
     with RecordCalls() as record:
         results = step(model, batch)
     return results, set(record.names)
@@ -92,7 +92,7 @@ def test_trains_as_stock(device, registered, family, dtype):
 
 
 def test_eval_and_train_again(device, registered):
-    """transformers kernelizes a model anew when its mode changes."""
+    """transformers kernelizes a model again when it changes between training and evaluation."""
     model, batch = registered(build("llama", device)), batch_of(device)
     stock = model.eval()(**batch).logits
     trained = step(kernelized(model.train()), batch)
@@ -118,7 +118,7 @@ def test_one_layer_alone(registered):
 
 
 def test_layers_are_what_kernels_takes(registered):
-    """`kernels` refuses a layer with other arguments or more than `forward`."""
+    """`kernels` refuses a layer that has other arguments, or members besides `forward`."""
     model = registered(build("llama"))
     mapping = hub_kernels.mapping(model)
     for name, where in mapping.items():
@@ -131,7 +131,8 @@ def test_layers_are_what_kernels_takes(registered):
 @pytest.mark.parametrize("name", ["qwen3_5.Qwen3_5RMSNorm", "gemma.GemmaRMSNorm", "llama.LlamaRMSNorm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_norms(device, registered, name, dtype):
-    """The factor is 1 + weight in the first two. A norm in fp32 raises the dtype of 16-bit hidden states in Llama's."""
+    """In the first two models the factor is 1 + weight. In Llama's, a weight in fp32 raises the dtype of a 16-bit
+    result."""
     folder, _, cls = name.partition(".")
     norm = getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), cls)(48, eps=1e-3)
     nn.init.uniform_(norm.to(device).weight, 0.5, 1.5)
@@ -151,7 +152,7 @@ def test_norms(device, registered, name, dtype):
 
 @pytest.mark.parametrize("edit", ["forward", "activation", "hook of the activation", "weight"])
 def test_what_is_not_known_runs_as_it_is(registered, monkeypatch, new_look, edit):  # noqa: F811
-    """Other code of a norm, another activation, one with a hook, and a weight that is no plain tensor."""
+    """A norm with other code, another activation, an activation with a hook, and a weight of a tensor subclass."""
     model, batch = build("llama"), batch_of("cpu")
     if edit == "forward":
 
@@ -181,7 +182,7 @@ def test_what_is_not_known_runs_as_it_is(registered, monkeypatch, new_look, edit
 
 
 class OtherTensor(torch.Tensor):
-    """A subclass that may mean something of its own."""
+    """A subclass whose operations may differ from a plain tensor's."""
 
 
 def test_projections_with_lora_are_called(registered):
@@ -195,7 +196,7 @@ def test_projections_with_lora_are_called(registered):
 
 
 def test_the_function_is_the_familys(registered):
-    """transformers has one apply_rotary_pos_emb for all models of a family: another one of them is as right."""
+    """transformers has one apply_rotary_pos_emb for all models of a family: other models of the family stay right."""
     model, other, batch = registered(build("llama")), build("llama", seed=1), batch_of("cpu")
     stock = step(other, batch)
     kernelized(model)
@@ -205,7 +206,7 @@ def test_the_function_is_the_familys(registered):
 
 
 def test_patched_and_kernelized(registered):
-    """In either order the results are right. The second patch says what it leaves alone."""
+    """In either order the results are right. The second patch warns about the layers that it skips."""
     stock, batch = registered(build("qwen3")), batch_of("cpu")
     expected, fused = step(stock, batch), {"fused_linear_cross_entropy", *OURS}
 

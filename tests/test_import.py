@@ -1,4 +1,4 @@
-"""What `import liger_ext` imports beside torch: nothing that takes long."""
+"""Modules that `import liger_ext` imports beside torch: none that takes long."""
 
 import ast
 from pathlib import Path
@@ -9,12 +9,12 @@ from cases import python
 import liger_ext
 from liger_ext.ops import _compile
 
-# Beside our own: of torch and of Python.
+# Modules of torch and of Python, besides our own.
 SMALL = "sysconfig", "_sysconfigdata", "importlib.metadata"
 
 
 def test_import_is_light():
-    """torch._dynamo, sympy and transformers take 1 to 10 seconds each, and are imported when they are used."""
+    """torch._dynamo, sympy and transformers take 1 to 10 seconds each, and are imported on first use."""
     said = python(
         "-c",
         "import sys, torch; before = set(sys.modules); import liger_ext; print(*sorted(set(sys.modules) - before))",
@@ -25,7 +25,7 @@ def test_import_is_light():
 
 
 def test_flops_are_counted():
-    """By torch's counter, whether it is imported before liger_ext or after."""
+    """torch's counter counts our ops, whether it is imported before liger_ext or after."""
     count = (
         "from torch.utils.flop_counter import FlopCounterMode\n"
         "x, w, y = torch.ones(3, 4), torch.ones(5, 4), torch.zeros(3, dtype=torch.int64)\n"
@@ -38,14 +38,14 @@ def test_flops_are_counted():
 
 
 def test_decorators_are_torchs():
-    """They set what `torch.compiler`'s set, which torch may change."""
+    """Our decorators set the attributes that `torch.compiler`'s set, which torch may change."""
     ours, theirs = (lambda: 0), (lambda: 0)
     assert vars(_compile.assume_constant_result(ours)) == vars(torch.compiler.assume_constant_result(theirs)) != {}
     name = "_torchdynamo_disable"
     assert getattr(_compile.outside_of_graphs(ours), name) == getattr(torch.compiler.disable(theirs), name)
 
 
-# Of liger_ext.models: what each may import, beside its own files. The last may import nothing of the others.
+# For each part of liger_ext.models, the other parts that it may import. The last may import none.
 ROOMS = {
     "auto": {"families", "model_types", "patching"},
     "families": {"llama", "model_types", "modules", "patches", "patching", "recognise"},
@@ -59,7 +59,7 @@ ROOMS = {
 
 
 def test_rooms_import_downwards():
-    """In functions as well: no import of a model's code waits for another one to be there."""
+    """Also for imports inside functions: no import of a model's code relies on another one being loaded first."""
     folder = Path(liger_ext.__file__).parent / "models"
     for path in sorted(folder.rglob("*.py")):
         room = path.relative_to(folder).with_suffix("").parts[0]

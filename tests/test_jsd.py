@@ -1,4 +1,4 @@
-"""The generalised Jensen-Shannon divergence under the one rule, and what is defined at the edges."""
+"""The generalised Jensen-Shannon divergence, judged by the rule of liger_ext/rule.py, and its values in edge cases."""
 
 import copy
 import math
@@ -30,7 +30,7 @@ def test_jsd(device, data, beta, labelled):
         made = log_probabilities(rows, vocab, dtype=dtype, seed=data.draw(seeds), scale=scale, masked=masked)
         return laid_out(made.to(device), data.draw(layouts))
 
-    # Both KL divergences are finite where both exclude the same classes.
+    # Both KL divergences are finite where both distributions exclude the same classes.
     masked = data.draw(st.sampled_from([0, 0, 3]))
     inputs = {"log_q": log(masked).requires_grad_(), "log_p": log(masked), "beta": beta}
     if labelled:
@@ -69,7 +69,7 @@ def test_equal_distributions(device, dtype, beta):
 
 @pytest.mark.parametrize("beta", [0.5, 0.1, 0.9])
 def test_nearly_equal_distributions_keep_their_digits(device, beta):
-    """Where x - log M is the difference of two numbers of which nearly all digits agree."""
+    """Where x - log M is the difference of two numbers that agree in nearly all digits."""
     log_p = log_probabilities(4, 500, dtype=torch.float32, seed=0, device=device)
     shift = torch.linspace(-1e-3, 1e-3, 500, device=device)
     log_q = (log_p + shift).requires_grad_()
@@ -83,8 +83,8 @@ def test_nearly_equal_distributions_keep_their_digits(device, beta):
 @each_beta
 @pytest.mark.parametrize("dtype", LOW)
 def test_zero_probabilities(device, dtype, beta):
-    """0 * log 0 is 0; infinite are the KL divergences from what one of the two excludes alone."""
-    rows = {  # of the student and the teacher; class 1 is excluded by one or both
+    """0 * log 0 is 0; a KL divergence is infinite where only its second distribution excludes a class."""
+    rows = {  # student and teacher; class 1 is excluded by one or both
         "both": ([-0.5, -INF, -1.0], [-0.7, -INF, -0.9]),
         "student": ([-0.5, -INF, -1.0], [-0.7, -2.0, -0.9]),
         "teacher": ([-0.5, -2.0, -1.0], [-0.7, -INF, -0.9]),
@@ -100,13 +100,13 @@ def test_zero_probabilities(device, dtype, beta):
             assert (log_q.grad == INF).tolist() == [[a > -INF and b == -INF for a, b in zip(q, p, strict=True)]]
         else:
             assert log_q.grad.isfinite().all(), name
-    if 0 < beta < 1:  # disjoint distributions: all that can be
+    if 0 < beta < 1:  # disjoint distributions have the largest divergence
         assert loss.item() == pytest.approx(-beta * math.log(beta) - (1 - beta) * math.log1p(-beta), rel=1e-5)
 
 
 @pytest.mark.parametrize("beta", [1e-3, 1e-15, 1e-17, 1e-30])
 def test_a_weight_that_vanishes_beside_the_other(beta):
-    """In float64, where the student excludes a class: 1 - beta may be 1, and M is beta * P there."""
+    """In float64, where the student excludes a class: 1 - beta may round to 1, and M is beta * P there."""
     log_q, log_p = (torch.tensor([p], dtype=torch.float64).log() for p in ([0.5, 0.5, 0.0], [0.5, 0.0, 0.5]))
     loss = F.jsd(log_q.requires_grad_(), log_p, beta=beta)
     (grad,) = torch.autograd.grad(loss, log_q)
@@ -127,7 +127,7 @@ def test_nan_is_not_lost(device, beta):
 @pytest.mark.parametrize("vocab", [33, 512])
 def test_ignored_rows_are_not_read(device, vocab, beta):
     logs = [log_probabilities(6, vocab, dtype=torch.float32, seed=s, device=device) for s in range(2)]
-    labels = torch.tensor([5, -100, 2**40, -1, -100, 0], device=device)  # of the others any number will do
+    labels = torch.tensor([5, -100, 2**40, -1, -100, 0], device=device)  # any number but -100 is a label
     kept = labels != -100
     log_q = logs[0][kept].requires_grad_()
     expected = F.jsd(log_q, logs[1][kept], beta=beta)
@@ -137,7 +137,7 @@ def test_ignored_rows_are_not_read(device, vocab, beta):
     logs[0].requires_grad_()
     loss = F.jsd(logs[0], logs[1], labels, beta)
     loss.backward()
-    torch.testing.assert_close(loss, expected)  # where rows begin elsewhere, a GPU adds up in another order
+    torch.testing.assert_close(loss, expected)  # rows start at other addresses, so a GPU sums in another order
     assert torch.equal(logs[0].grad[kept], log_q.grad)
     assert not logs[0].grad[~kept].any()
 

@@ -1,6 +1,6 @@
-"""Recognition of transformers' code: whatever differs by one token is not known, Llama's own classes included.
+"""Recognition of transformers' code: source that differs by one token is not recognised, also in Llama's classes.
 
-With LIGER_EXT_MODELS=full (`make test-models`) every mutation is tried, and else every seventh.
+With LIGER_EXT_MODELS=full (`make test-models`) every mutation is tested, and otherwise every seventh.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from liger_ext.models.modules.decoder import Attention
 from liger_ext.models.patching.forwards import functions_read
 from liger_ext.models.recognise import known, reading
 
-# Classes that have, together, every digest of the tables that is of transformers 5.23.
+# Together these classes cover every digest of the tables for transformers 5.23.
 _NAMES = """
     afmoe.AfmoeDecoderLayer afmoe.AfmoeForCausalLM apertus.ApertusDecoderLayer bamba.BambaDecoderLayer
     bamba.BambaForCausalLM beam.BeamAttention beam.BeamExperts beam.BeamForCausalLM beam.BeamMLP beam.BeamRMSNorm
@@ -74,10 +74,10 @@ _NAMES = """
 """
 CLASSES = [name for name in _NAMES.split() if TRANSFORMERS == (5, 23) or name.startswith("llama.")]
 STEP = 1 if os.environ.get("LIGER_EXT_MODELS") == "full" else 7
-# A patch does these as the class does them, whatever they are: it reads the defaults of arguments and the name of a
-# head's model, and no function's own name, nor that of a variable that nothing reads. Our loss needs no vocab_size.
-# Advice and defaults that the model has as well are not read, and a tuple in place of an output is made of our own.
-# The methods of Llama 4 with images run as they are, and the names that they read are numbers.
+# Mutations that need no detection, because a patch follows the class or ignores the text. A patch reads the defaults of
+# arguments and the name of a head's model; it ignores a function's name and names of unread variables. Our loss needs
+# no vocab_size. Warnings and defaults that the model repeats are not read, and we build our own tuple for
+# return_dict=False. The image methods of Llama 4 run unchanged, and the names that they read are numbers.
 SAME = re.compile(
     r"line 1: .*(None -> 0|False -> True|True -> False)$|line 1: 'def (\w+)\(.*, \2 -> |, _ -> \w+$"
     r"|line \d+: '\w+ = self\.[\w.]+\(input_ids.*, (model|backbone|decoder) -> "
@@ -91,7 +91,7 @@ _source = functools.cache(inspect.getsource)
 
 @contextlib.contextmanager
 def source_of(changed: dict) -> None:
-    """`changed` says what the source of some functions is."""
+    """Replaces the source of some functions: `changed` maps a function to its text."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inspect, "getsource", lambda function: changed.get(function) or _source(function))
         reading.form_by_code.cache_clear()
@@ -100,7 +100,7 @@ def source_of(changed: dict) -> None:
 
 
 def undetected(functions: list, is_known, step: int = STEP) -> tuple[int, list[str]]:
-    """How many mutations of `functions` were tried, and with which of them the code is still taken for known."""
+    """How many mutations of `functions` were tested, and those with which the code is still recognised."""
     written = texts(functions)
     with source_of(written):
         assert is_known()
@@ -115,12 +115,12 @@ def undetected(functions: list, is_known, step: int = STEP) -> tuple[int, list[s
 
 
 def is_same(found, other) -> bool:
-    """Whether a class is still taken for the same: by the mixin, and by which attribute of it is which."""
+    """Returns whether a class is recognised as before: the same mixin, and the same roles of its attributes."""
     return other is not None and (found.kind, found.attributes) == (other.kind, other.attributes)
 
 
 def recognition_of(cls: type) -> list[tuple[list, object]]:
-    """The functions by which `cls` is recognised, and how: of an attention, by each of its rotary embeddings."""
+    """The functions by which `cls` is recognised, with a predicate; for an attention, one pair per rotary embedding."""
     found = patches.recognise(cls)
     if found.kind is Attention:
         functions = {name: vars(sys.modules[cls.__module__])[name] for name in found.functions}
@@ -143,7 +143,7 @@ def test_one_token_more_or_less(path):
 
 
 def test_the_table():
-    """Each entry is a line, in the order of the file, and names what there is."""
+    """Each entry is one line, in the order of the file, and names existing classes and options."""
     text = Path(known.__file__).with_name("known.json").read_text()
     lines, entries = text.splitlines(), known.entries()
     assert len(lines) == len(entries) + 2 and len(known.by_digest()) == len(entries)
@@ -174,7 +174,7 @@ def test_activations_are_read(name):
 
 @pytest.mark.skipif(llama.create_causal_mask is None, reason="this version's model is not patched")
 def test_the_model_is_read():
-    """The patch is not made if the model does something else with its tokens, or makes its mask in another way."""
+    """The patch is skipped if the model uses its tokens differently or builds its mask differently."""
     model = modeling_llama.LlamaModel
     text = texts([model.forward])[inspect.unwrap(model.forward)]
     read = re.compile(r"line ([2-9]|\d\d+): '(?!raise).*(input_ids|create_causal_mask).*', (?!causal_mask)\w+ -> ")
@@ -234,10 +234,10 @@ print(*(str(w.message) for w in caught), sep="\\n")
 
 
 def test_a_llama_that_means_something_else():
-    """A later release of transformers, or an edited one: what it computes is what it computed."""
+    """With a later or edited transformers, the model's loss stays the same."""
     losses, *warned = python("-c", CHANGED_LLAMA, OMP_NUM_THREADS="1").splitlines()
     expected, found, *ours = losses.split()
-    assert found == expected and set(ours) <= {"LlamaModel"}, losses  # which was not changed
+    assert found == expected and set(ours) <= {"LlamaModel"}, losses  # the only class that was not changed
     names = ["LlamaRMSNorm", "LlamaMLP", "LlamaAttention", "LlamaDecoderLayer", "LlamaForCausalLM", "ForCausalLMLoss"]
     assert all(name in "".join(warned) for name in names), warned
 
@@ -265,7 +265,7 @@ def halved(source, target, num_items_in_batch=None, ignore_index=-100, **kwargs)
 @pytest.mark.usefixtures("new_look")
 @pytest.mark.parametrize("edit", EDITS)
 def test_edits_after_the_first_patch(monkeypatch, edit):
-    """Recognition remembers what it has found for as long as nobody edits what it has read."""
+    """Recognition caches its result until one of the functions that it read is edited."""
     liger_ext.apply_liger_kernel_to_llama(model=build()).revert()
     if edit == "rotate_half":
         monkeypatch.setattr(modeling_llama, "rotate_half", negated)
@@ -317,7 +317,7 @@ def test_a_loss_that_was_replaced_before_the_import(how):
 
 @pytest.mark.skipif(TRANSFORMERS < (5, 17), reason="older transformers have other code")
 def test_defaults_of_a_heads_arguments():
-    """A head gives its model its own defaults, and so does the patch."""
+    """A head may pass its model other defaults, and the patch passes the same."""
     head = find_class("idefics.IdeficsForVisionText2Text")
     assert patches.find_patch(head).DEFAULTS == {"interpolate_pos_encoding": False}
     assert patches.find_patch(modeling_llama.LlamaForCausalLM).DEFAULTS == {}

@@ -1,5 +1,5 @@
-"""The rotary embeddings of transformers that are known: each function against its own, with tables of any numbers, and
-the attention of models that call one other than Llama's."""
+"""The rotary embeddings of transformers that we recognise: each function compared with ours on arbitrary tables, and
+the attention of models that call another function than Llama's."""
 
 import copy
 import importlib
@@ -27,21 +27,21 @@ MODELS = [name for name in _NAMES.split() if importlib.util.find_spec(f"transfor
 
 
 def known_ropes(model_type):
-    """{name: (transformers' function, ours)} of those of a module that are known."""
+    """{name: (transformers' function, ours)} of a module's rotary functions that we recognise."""
     module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
     functions = {name: stock_function(f) for name, f in vars(module).items() if name.startswith("apply_rotary_")}
     return {name: (f, known_rope(f)) for name, f in functions.items() if known_rope(f) is not None}
 
 
 def differences(model_type, dtype=torch.float32):
-    """The largest of each function. The tables are no sines and cosines, and no two columns are the same."""
+    """The largest difference of each result. The tables hold arbitrary numbers, and no two columns are equal."""
     last = model_type == "deepseek_v4"  # the last 6 columns are rotated
     width = 3 if last else 8 if model_type in (*HALF_WIDTH, "minimax_m3_vl") else 16
     q, k = (normal(2, heads, 5, 16, dtype=dtype, seed=heads) for heads in (3, 1))
     cos, sin = whole = [normal(2, 5, width, dtype=dtype, seed=seed) for seed in (5, 6)]
     for theirs, ours in known_ropes(model_type).values():
         arguments = inspect.signature(theirs).parameters
-        if model_type == "qwen4_exp":  # some columns, but of images
+        if model_type == "qwen4_exp":  # for images the tables have more columns
             cos, sin = (t[..., : 8 if "unsqueeze_dim" in arguments else 16] for t in whole)
         heads = (q,) if {"x", "tensor"} & set(arguments) else (q, k)
         calls = [([t.transpose(1, dim) for t in heads], (cos, sin), {"unsqueeze_dim": dim}) for dim in (1, 2)]
@@ -51,9 +51,9 @@ def differences(model_type, dtype=torch.float32):
             calls = [(within, (torch.complex(cos.float(), sin.float()),), {})]
         elif "tensor" in arguments:
             calls = [(within, (sin, cos), {})]
-        elif "kwargs" in arguments:  # of images, behind other tokens
+        elif "kwargs" in arguments:  # image tokens behind other tokens
             calls = [(heads, (cos[1, rows:], sin[1, rows:]), {}) for rows in (0, 2)]
-        elif model_type in ("edgetam_video", "sam3"):  # of images
+        elif model_type in ("edgetam_video", "sam3"):  # images
             calls = [(heads, (cos[1], sin[1]), {})]
         elif "unsqueeze_dim" not in arguments:
             batch = [] if model_type == "minimax_m3_vl" else [(within, (cos, sin), {})]
@@ -65,7 +65,7 @@ def differences(model_type, dtype=torch.float32):
         for given, tables, options in calls:
             expected, found = (f(*given, *tables, **options) for f in (theirs, ours))
             pairs = [(expected, found)] if torch.is_tensor(expected) else zip(expected, found, strict=True)
-            for a, b in ((a, b) for a, b in pairs if a is not b):  # None is None
+            for a, b in ((a, b) for a, b in pairs if a is not b):  # both are None
                 assert a.shape == b.shape and a.dtype == b.dtype
                 yield float((a - b).abs().max())
 
@@ -74,7 +74,7 @@ def differences(model_type, dtype=torch.float32):
 def test_does_what_transformers_does(model_type):
     found = list(differences(model_type))
     assert found and max(found) < 1e-5
-    assert max(differences(model_type, torch.bfloat16)) < 0.2  # of sums of up to 16
+    assert max(differences(model_type, torch.bfloat16)) < 0.2  # the summands are up to 16
 
 
 @newest
@@ -132,7 +132,7 @@ ATTENTION = {
         dict(head_dim=16, global_head_dim=32, hidden_size_per_layer_input=8, vocab_size_per_layer_input=1000)
         | dict(num_kv_shared_layers=0, sliding_window=6, layer_types=["sliding_attention", "full_attention"] * 2),
     ),
-    "gpt_oss": (  # without biases: the keys' has a gradient that cancels, and in bf16 chance decides what is left
+    "gpt_oss": (  # no biases: the gradient of k's bias cancels to rounding noise in bf16
         "GptOss",
         dict(head_dim=16, attention_bias=False, num_local_experts=1, num_experts_per_tok=1, sliding_window=6),
     ),
@@ -157,10 +157,10 @@ def test_attention_equals_stock(device, model_type, dtype):
     with RecordCalls() as record:
         found = step(ours, batch)
     of_one = dict.fromkeys(("deepseek_v4", "gemma4_text", "gptj"), 2 * 4)
-    of_one["deepseek_v4"] = 3 * 4  # its results are turned back
-    calls = {"llama4_text": 3, **of_one}.get(model_type, 4)  # the fourth of Llama 4's layers has none
+    of_one["deepseek_v4"] = 3 * 4  # it also rotates its output back
+    calls = {"llama4_text": 3, **of_one}.get(model_type, 4)  # the fourth layer of Llama 4 has no rope
     assert record.names.count("rope") == record.names.count("rope_backward") == calls
-    if model_type == "deepseek_v4" and dtype is torch.float32:  # computes in fp32 what should be its reference
+    if model_type == "deepseek_v4" and dtype is torch.float32:  # the float64 reference computes in fp32, too
         assert_same(found, step(model, batch))
     else:
         assert_as_good(found, step(model, batch), step(copy.deepcopy(model).double(), batch))

@@ -1,5 +1,5 @@
-"""More than 2^31 elements: offsets are 64-bit. On a CPU rows far apart in memory that is never touched; on a GPU
-the real thing."""
+"""Tensors with more than 2^31 elements, whose offsets need 64 bits. On a CPU, rows lie far apart in memory that is
+never touched; on a GPU, all elements exist."""
 
 import pytest
 import torch
@@ -9,17 +9,17 @@ from ops import LARGE
 from liger_ext import _C, _devices
 from liger_ext import functional as F
 
-FAR = 2**30 + 8  # from one row to the next: the third row starts past 2^31 elements
+FAR = 2**30 + 8  # distance of two rows: the third row starts past 2^31 elements
 
 
 def far_apart(*, seed, cols=64, dtype=torch.bfloat16):
-    """Three rows in 4.3 GB of address space, of which their own pages alone are touched."""
+    """Three rows in 4.3 GB of address space; only the pages of the rows are touched."""
     rows = torch.empty(2 * FAR + cols, dtype=dtype).as_strided((3, cols), (FAR, 1))
     return rows.copy_(normal(3, cols, dtype=dtype, seed=seed))
 
 
 def by_rows(op):
-    """Is a row of its result of the same rows of its inputs alone?"""
+    """Returns whether each row of the op's result depends only on the same row of its inputs."""
     x = normal(5, 64)
     return LARGE[op](x, x, None).shape[:1] == x.shape[:1]
 
@@ -39,8 +39,8 @@ def test_rows_far_apart(op):
 
 @pytest.mark.parametrize("op", OF_ROWS)
 def test_outputs_that_the_system_maps_afresh(op):
-    """Of more than 32 MiB, whose pages are asked for ahead of the kernel: all of it is written, as in small pieces."""
-    rows, cols = 1301, 8210  # 41 MiB; neither whole pages nor whole vectors
+    """Outputs of more than 32 MiB, whose pages are requested before the kernel: all is written, as in small outputs."""
+    rows, cols = 1301, 8210  # 41 MiB; neither a multiple of the page size nor of the vector width
     a, b = normal(rows, cols, dtype=torch.float32, seed=0).requires_grad_(), normal(rows, cols, seed=1).float()
     y = LARGE[op](a, b, None)
     dy = normal(*y.shape, dtype=y.dtype, seed=2)
@@ -64,7 +64,7 @@ def free_memory():
 
 
 def large(rows=ROWS, cols=COLS):
-    """bfloat16, different in every row of the last ones."""
+    """Random bfloat16 values; the last rows differ from each other."""
     x = torch.empty(rows, cols, dtype=torch.bfloat16, device="cuda")
     return x.normal_(generator=torch.Generator("cuda").manual_seed(0))
 
@@ -73,7 +73,7 @@ def large(rows=ROWS, cols=COLS):
 @pytest.mark.large
 @pytest.mark.parametrize("op", OF_ROWS)
 def test_row_ops(op, free_memory):
-    """The last rows are what the op makes of them alone; dweight has counted every row."""
+    """The last rows equal the op's result for these rows alone; dweight includes every row."""
     x = large().requires_grad_()
     weight = torch.ones(COLS, device="cuda").requires_grad_()
 
@@ -85,7 +85,7 @@ def test_row_ops(op, free_memory):
     dx, dweight = torch.autograd.grad(y, (x, weight), dy, allow_unused=True)
     tail = x.detach()[-LAST:].clone().requires_grad_()
     expected = call(tail)
-    # Few rows have another plan: the bits may differ, by no more than a rounding.
+    # Few rows have another plan: the results may differ by one rounding.
     torch.testing.assert_close(y[-LAST:], expected)
     torch.testing.assert_close(dx[-LAST:], torch.autograd.grad(expected, tail, dy[-LAST:])[0])
     if dweight is not None:
@@ -111,7 +111,8 @@ def test_rope(free_memory):
 @pytest.mark.cuda
 @pytest.mark.large
 def test_rope_in_two_launches(free_memory):
-    """A launch has fewer than 2^31 threads; here a position takes two, and there are 2^30 of them and a few more."""
+    """A launch has fewer than 2^31 threads; here a position takes two threads, and there are more than 2^30
+    positions."""
     batch, seq = 2**15 + 1, 2**15
     plans = _C.plans("rope", _devices.running_profile(0), batch * seq, 2, q_heads=1, k_heads=1)
     assert [launch.rows for launch in plans] == [2**30 - 64, batch * seq - 2**30 + 64]
@@ -129,8 +130,8 @@ def test_rope_in_two_launches(free_memory):
 @pytest.mark.large
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_matrices_with_64_bit_strides(reduction, free_memory):
-    """Rows more than 2^31 elements apart, which the 32-bit interface of cuBLAS does not take: x in the product that
-    makes the logits and in that of dweight, the head in the former and in that of dx."""
+    """Rows more than 2^31 elements apart, which the 32-bit interface of cuBLAS does not take: x in the products that
+    compute the logits and dweight, the head's weight in those that compute the logits and dx."""
     rows = vocab = 3
     far = 2**31 + 64
 
@@ -146,7 +147,7 @@ def test_matrices_with_64_bit_strides(reduction, free_memory):
     ):
         loss = F.fused_linear_cross_entropy(*inputs, target, reduction=reduction)
         results.append((loss, *torch.autograd.grad(loss.sum(), inputs)))
-    for strided, contiguous in zip(*results, strict=True):  # another algorithm may be chosen
+    for strided, contiguous in zip(*results, strict=True):  # cuBLAS may choose another algorithm
         torch.testing.assert_close(strided, contiguous, rtol=0.02, atol=1e-3)
 
 

@@ -1,4 +1,4 @@
-"""LayerNorm under the one rule, and its edges."""
+"""LayerNorm, judged by the rule of liger_ext/rule.py, and its edge cases."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_layer_norm(device, data):
     "shape", [(3, 8192), (2, 65_537), (3, 70_001), (1500, 96), (700, 2), (140, 40_960), (150, 65_536)]
 )
 def test_wide_and_long(device, dtype, shape):
-    if device.type == "cpu" and shape[1] > 10_000:  # more rows than a GPU has multiprocessors are only much work here
+    if device.type == "cpu" and shape[1] > 10_000:  # many rows matter on a GPU only
         shape = (min(shape[0], 33), shape[1])
     parameters = {
         name: normal(shape[-1], dtype=dtype, device=device, seed=i).requires_grad_()
@@ -43,7 +43,7 @@ def test_a_large_mean_does_not_cost_the_variance(device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cols", [576, 4096, 32_768, 65_536])
 def test_the_first_columns_may_be_far_from_all_others(device, cols, dtype):
-    """The sums of a 16-bit row are relative to its first eight columns."""
+    """The kernel subtracts the mean of a 16-bit row's first eight columns before it sums."""
     x = normal(9, cols, dtype=dtype, device=device, scale=0.01)
     for row in range(1, 9):
         x[row, :row] = 100 * (-1) ** row

@@ -1,19 +1,20 @@
-"""Any strides, the same bits: every tensor that an op takes, in every layout, and what no op may touch.
+"""Results do not depend on strides: every tensor argument of every op, in every layout, and memory that no op may
+touch.
 
-The layouts are those of layouts.py, drawn for each tensor of a call alone: inputs, gradients that come back, and, where
-the ops are called directly, also what a forward has saved. For each call
+A test draws a layout of layouts.py for each tensor of a call separately: inputs, upstream gradients, and, where it
+calls the ops directly, also saved tensors. For each call
 
-* shapes, dtypes and values equal those of the same call on contiguous copies, bit for bit, or where a backward op asks
-  for a saved tensor as its forward returned it, a ValueError names it;
-* the fake implementation predicts shape, dtype and strides of what is returned, or raises the same error;
-* no input changes, nothing is written beside one, and the outputs of an op are memory of their own.
+* shapes, dtypes and values are bit-identical to those of the same call on contiguous copies, or, where a backward op
+  requires a saved tensor exactly as its forward returned it, a ValueError names that tensor;
+* the fake implementation predicts shape, dtype and strides of the outputs, or raises the same error;
+* no input changes, nothing is written beside an input, and outputs share no memory with inputs.
 
-The same bits are promised for the same kernels. The GPU's kernels (here the host target's) take single elements where
-rows are not aligned to 16 bytes, and sum them in another order than vectors: so each contiguous copy is aligned as the
-rows of its tensor are. Two things remain. The losses' kernels start each row with as many single elements as it is
-unaligned by, so that no contiguous copy has the same order of sums; and the fused loss's matmuls are a library's, whose
-order of sums may depend on strides. Results of these that are not the same bits are judged by the rule; those of ops
-called directly, which it does not know, are as close as ``torch.testing`` asks.
+Equal bits are promised for equal kernels. The GPU's kernels (here the host target's) read single elements where rows
+are not aligned to 16 bytes, and sum them in another order than vectors: so each contiguous copy has the alignment of
+its tensor's rows. Two exceptions remain. The losses' kernels read the elements before the first aligned address of a
+row one by one, so no contiguous copy has the same order of sums. The fused loss's matmuls are a library's, whose order
+of sums may depend on strides. Where these results differ in bits, functions are judged by the rule, and ops called
+directly, which have no reference, by the tolerances of ``torch.testing``.
 """
 
 import pytest
@@ -44,20 +45,20 @@ settings_here = settings(max_examples=60, suppress_health_check=list(HealthCheck
 
 
 def place(tensors, layout_of):
-    """The tensors in layouts, and their guards."""
+    """The tensors in drawn layouts, and the guards around them."""
     guarded = Guarded()
     return {name: guarded.place(name, t, layout_of(t.shape)) for name, t in tensors.items()}, guarded
 
 
 def copies(tensors):
-    """The same values in contiguous tensors whose rows are aligned where theirs are, else one element further."""
+    """Contiguous copies, whose rows are aligned if the originals' are, and otherwise start one element further."""
     guard = Guarded()
     return {n: guard.place(n, t, contiguous(t.shape, 0 if rows_are_aligned(t) else 1)) for n, t in tensors.items()}
 
 
 def run(call, tensors, gradients_like):
-    """Outputs and gradients of a call whose tensors are these, by name; ``gradients_like`` makes the outputs' gradients
-    of the outputs that have one."""
+    """Outputs and gradients of the call with these tensors, by name; ``gradients_like`` builds the upstream gradients
+    from the differentiable outputs."""
     leaves = {n: t.requires_grad_() if n in call.differentiable() else t for n, t in tensors.items()}
     outputs = outputs_of(call.with_tensors(leaves)())
     wanted = [n for n in leaves if n in call.differentiable()]
@@ -77,7 +78,7 @@ def differing(ours, theirs):
 
 
 def other_sums(op, device):
-    """May the op take its sums in another order where strides differ? See above."""
+    """Returns whether the op may sum in another order where strides differ; see the file's docstring."""
     gpu_kernels = device.type == "cuda" or host_target()
     return op == "fused_linear_cross_entropy" or (RECORDS[op].outputs == ("loss",) and gpu_kernels)
 
@@ -109,7 +110,7 @@ def test_a_function_and_its_gradients(device, op, rng):
 
 
 def judge_call(call, tensors):
-    """By the rule of liger_ext/rule.py; references take two dimensions."""
+    """Judges by the rule of liger_ext/rule.py, whose references take two dimensions."""
     for name in ("x", "logits"):
         if name in tensors and (tensors[name].dim() != 2 or not tensors[name].numel()):
             return
@@ -117,14 +118,14 @@ def judge_call(call, tensors):
 
 
 def recorded(call):
-    """The calls of ops that a function and its backward make of contiguous tensors: (op, arguments)."""
+    """The ops, with arguments, that a function and its backward call on contiguous tensors."""
     with RecordCalls() as mode:
         run(call, copies(call.tensors()), random_like)
     return mode.calls
 
 
 def result_of(op, arguments):
-    """What the op returns, as a list, or the error that it raises."""
+    """The op's outputs as a list, or the ValueError that it raises."""
     try:
         with torch.no_grad():
             made = op(*arguments)
@@ -141,7 +142,7 @@ def with_tensors(arguments, tensors):
 @settings_here
 @given(rng=randoms)
 def test_an_op_called_directly(device, op, rng):
-    """The ops themselves, forward and backward: every tensor that they take, saved ones and counts included."""
+    """The ops, forward and backward: every tensor argument, including saved tensors and counts."""
     for overload, arguments in recorded(draw_call(rng, op, dtypes_of(device), device)):
         originals = {i: a for i, a in enumerate(arguments) if isinstance(a, torch.Tensor)}
         tensors, guard = place(originals, lambda shape: draw_layout(rng, shape))

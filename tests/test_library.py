@@ -1,5 +1,5 @@
-"""The libraries: every instruction set gives right results, and loading fails with a sentence that helps. And what the
-package makes public."""
+"""The shared libraries: every instruction set computes right results, and a failed load raises an error that helps.
+Also tests the package's public names."""
 
 import importlib
 import os
@@ -35,7 +35,7 @@ def python(*args, **env):
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="this CPU has one instruction set")
 @pytest.mark.parametrize("isa", ["baseline", "avx2"])
 def test_every_instruction_set(isa):
-    """The best one runs in all other tests."""
+    """All other tests run the best instruction set."""
     done = python(HERE / "isa_subset.py", LIGER_EXT_CPU_ISA=isa)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(rf"isa {isa} measured \d\d\d", done.stdout), done.stdout
@@ -116,7 +116,7 @@ def test_public_names_exist():
 
 @pytest.mark.parametrize("op", OPS)
 def test_the_list_of_ops_has_every_file(op):
-    """And what a file makes public is in liger_ext and in one of the namespaces."""
+    """A file's public names are also in liger_ext and in exactly one of the namespaces."""
     line = f"from liger_ext.ops.{op} import *"
     assert line in Path(ops.__file__).read_text().splitlines(), f"liger_ext/ops/__init__.py has no line: {line}"
     made = importlib.import_module(f"liger_ext.ops.{op}")

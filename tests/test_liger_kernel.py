@@ -1,4 +1,4 @@
-"""Imports from ``liger_kernel`` by code that was written for Liger-Kernel."""
+"""Imports from ``liger_kernel`` by code that was written for Liger-Kernel, under `liger_ext.compat`."""
 
 import importlib
 import inspect
@@ -12,7 +12,7 @@ from llama_models import batch_of, build, config, one_thread  # noqa: F401
 import liger_ext
 from liger_ext import compat, liger_kernel
 
-# What trainers import, each module's names in one line. (axolotl 0.21, ms-swift 4.6, verl 0.9, TRL 0.17 to 1.9,
+# Names that trainers import, one module per line. (axolotl 0.21, ms-swift 4.6, verl 0.9, TRL 0.17 to 1.9,
 # LLaMA-Factory 0.9.5, OpenRLHF 0.11, transformers 5.23)
 IMPORTED = {
     "axolotl": """
@@ -56,7 +56,7 @@ IMPORTED = {
         transformers.trainer_integration: _apply_liger_kernel
     """,
 }
-# Imported, too, and of use only if a switch is on.
+# Names that trainers also import, but use only with an option.
 PLACEHOLDERS = {
     "axolotl": "chunked_loss.fused_linear_distillation: LigerFusedLinearDistillationBase",
     "TRL": "chunked_loss: LigerFusedLinearJSDLoss",
@@ -70,7 +70,7 @@ def imports(block):
 
 
 def import_from(module, name):
-    """As the statement."""
+    """Imports the name with an import statement."""
     scope = {}
     exec(f"from {module} import {name}", scope)
     return scope[name]
@@ -92,7 +92,7 @@ def test_what_trainers_import(trainer):
 def test_what_trainers_import_and_may_not_use(trainer):
     for module, name in imports(PLACEHOLDERS[trainer]):
         placeholder = import_from(module, name)
-        assert placeholder is import_from(module, name)  # one class
+        assert placeholder is import_from(module, name)  # every import returns the same class
         derived = type("Own", (placeholder,), {})
         for call in (placeholder, placeholder.apply, derived, derived.apply):
             with pytest.raises(NotImplementedError, match=rf"has no {name}\. Call PyTorch's function"):
@@ -102,7 +102,7 @@ def test_what_trainers_import_and_may_not_use(trainer):
 def test_the_list_of_names():
     modules = liger_names.listed()
     assert len(modules) > 70 and sum(len(names) for of in modules.values() for names in of.values()) > 600
-    assert liger_kernel.MODULES - modules.keys() == {"liger_kernel.transformers.model"}  # it is empty
+    assert liger_kernel.MODULES - modules.keys() == {"liger_kernel.transformers.model"}  # a package without names
     wrong = [
         (module, name, state, found)
         for module, states in modules.items()
@@ -124,7 +124,7 @@ def test_what_is_absent():
     with pytest.raises(ImportError, match=r"has no liger_kernel\.ops\.utils\.element_mul_kernel\."):
         import_from("liger_kernel.ops.utils", "element_mul_kernel")
     assert not hasattr(utils, "element_mul_kernel") and not hasattr(utils, "__file__")
-    # verl looks whether it is the package that is missing.
+    # verl checks the error's name to see whether the whole package is missing.
     with pytest.raises(ModuleNotFoundError) as error:
         import_from("liger_kernel.functional", "rms_norm")
     assert error.value.name == "liger_kernel"

@@ -1,4 +1,4 @@
-"""Models that code written for Liger-Kernel patches under its name, and the losses of heads that it writes itself."""
+"""Models that code written for Liger-Kernel patches under that name, and the loss for heads that a caller defines."""
 
 import copy
 import functools
@@ -38,7 +38,7 @@ def test_patch_functions_have_upstreams_signatures():
 
 
 def test_switches_that_are_not_set():
-    """axolotl passes what its configuration has, which is None."""
+    """axolotl passes None for switches that its configuration does not set."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama
     from liger_kernel.transformers.trainer_integration import _apply_liger_kernel
 
@@ -59,7 +59,7 @@ def test_switches_that_are_not_set():
 
 
 def test_logits_of_a_training_step_are_none():
-    """As ms-swift asks after each step."""
+    """As ms-swift requires after each step."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     batch = batch_of("cpu")
@@ -73,7 +73,7 @@ def test_logits_of_a_training_step_are_none():
         assert "logits" not in output and output.to_tuple() == (output.loss,)
         assert trained(**batch, skip_logits=False).logits is not None and trained.eval()(**batch).logits is not None
         trained.train()
-    # Under our own names it is an error, and nothing else after a patch under this one.
+    # After a patch under our own names the access raises; after one under Liger-Kernel's, logits are None.
     model = build().train()
     with apply_liger_kernel_to_llama(model=model):
         assert model(**batch).logits is None
@@ -133,7 +133,8 @@ def test_functions_that_others_add(monkeypatch):
 
 
 def test_what_axolotl_replaces():
-    """Two steps of the fused loss, to keep them out of graphs, and its function, to set an option."""
+    """axolotl replaces both halves of the fused loss, to exclude them from graphs, and its function, to set an
+    option."""
     import liger_kernel.ops.fused_linear_cross_entropy as steps
     from liger_kernel.transformers import apply_liger_kernel_to_llama, functional
 
@@ -163,7 +164,7 @@ def test_what_axolotl_replaces():
     loss = importlib.import_module("liger_kernel.transformers.model.loss_utils").LigerForCausalLMLoss
     found = loss(hidden, weight, None, 8, shift_labels=target)
     assert torch.equal(found, liger_ext.fused_linear_cross_entropy(hidden, weight, target, use_token_scaling=True))
-    # The next installation has what this one had at first.
+    # A new installation starts with the original functions.
     model.lm_head.register_forward_hook(lambda *_: None)
     with pytest.warns(UserWarning, match=r"scaled .* replaces liger_fused_linear_cross_entropy and is not called"):
         assert torch.isfinite(model(**batch).loss)
@@ -230,7 +231,7 @@ def test_calls_inside_of_fsdp():
 
     def method(x, scale):
         assert head.gathered
-        return head.module(x) * scale  # the real forward
+        return head.module(x) * scale  # the module's original forward
 
     assert torch.equal(_FSDPForwardRedirection()(head, method, x, scale=2), head(x) * 2)
     with pytest.raises(TypeError, match="scale"):

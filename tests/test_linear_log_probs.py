@@ -1,5 +1,5 @@
-"""Log-probabilities of tokens, and their entropy: values and gradients against float64, at every plan of the fused
-loss, and as their users call them."""
+"""Log-probabilities of tokens, and their entropy: values and gradients compared with float64, for every plan of the
+fused loss, and called as in training code."""
 
 import itertools
 
@@ -33,7 +33,8 @@ def arguments(rows, hidden, vocab, dtype=torch.float32, device="cpu", bias=True,
 def reference(
     x, weight, target, bias=None, temperature=1.0, softcap=None, logit_scale=1.0, ignore_index=-100, logits=None
 ):
-    """In float64: the five results, from the definition. ``logits``: of x and weight, where their rounding counts."""
+    """The five results in float64, from the definition. ``logits`` replaces x @ weight.T where rounded logits
+    matter."""
     z = x @ weight.T if logits is None else logits
     z = logit_scale * (z if bias is None else z + bias)
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
@@ -57,7 +58,8 @@ def leaves(made):
 
 
 def judge(made, dtype, *, of_log_probs=True, of_entropy=True, run=F.linear_log_probs, bounds=None, **options):
-    """Values and gradients. An upstream gradient has both signs, zeros, and another size in each row."""
+    """Compares values and gradients with float64. Upstream gradients have both signs, zeros, and row-dependent
+    sizes."""
     wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items() if k != "memory"}
     exact = doubles(made)
     expected = reference(**exact, **wide)
@@ -111,14 +113,14 @@ def test_every_plan(device, size, dtype):
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_log_probs_of_rounded_logits(device, dtype, training, temperature):
-    """Within 1e-5 of float64 over the logits as the matmul has stored them, however large they are."""
+    """Within 1e-5 of float64, computed from the logits as the matmul has stored them, however large they are."""
     rows, vocab = 64, 5000
     made = arguments(rows, 32, vocab, dtype, device, bias=False)
     if temperature == "tokens":
         temperature = 0.5 + torch.rand(rows, generator=torch.Generator().manual_seed(0)).to(device)
     plans = ["auto", *(overlaid((rows, 32, vocab), share, dtype, dtype) for share in (0, 1))] if training else ["auto"]
     for scale, memory in itertools.product((0.25, 5, 250), plans):
-        # Multiples of 1/4: whatever its order, a sum of products is exact until it is rounded.
+        # Multiples of 1/4: the sum of products is exact in any order, until it is rounded.
         x, weight = (made[name].detach().mul(2).round().mul(0.5) for name in ("x", "weight"))
         logits = (x * scale).double() @ weight.double().T
         logits = logits.to(dtype).double()
@@ -138,8 +140,8 @@ def test_log_probs_of_rounded_logits(device, dtype, training, temperature):
 @pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 def test_a_certain_token(device, dtype, softcap, temperature):
-    """However low the temperature is, the largest logit is as far from itself as it should be, and a probability of 1
-    has no gradient."""
+    """However low the temperature is, the largest logit minus itself is zero, and a probability of 1 has no
+    gradient."""
     x = torch.tensor([[30.123457], [-31.77], [9.0], [1.1]], device=device).to(dtype).requires_grad_()
     weight = torch.cat([torch.ones(1, 1), torch.full((1100, 1), -1.0)]).to(device, dtype).requires_grad_()
     target = torch.tensor([0, 1, 0, 0], device=device)
@@ -147,7 +149,7 @@ def test_a_certain_token(device, dtype, softcap, temperature):
         temperature = torch.tensor([0.1, 1e-3, 1e-5, 1e-7], device=device)
     found = F.linear_log_probs(x, weight[:2], target, temperature=temperature, softcap=softcap, entropy=True)
     of_all = F.linear_log_probs(x, weight, target, temperature=temperature, softcap=softcap, entropy=True)
-    certain = torch.tensor([True, False, True, True], device=device)  # of 1,100 equal ones none is
+    certain = torch.tensor([True, False, True, True], device=device)  # 1,100 equal logits: none is certain
     off = 0 if dtype == torch.float32 else 2**-22  # GPUs correct the exponentials of 16-bit logits by a factor
     if isinstance(temperature, torch.Tensor) or temperature < 0.1:
         for results in (*found[:2], *(of[certain] for of in of_all[:2])):
@@ -162,7 +164,7 @@ def test_a_certain_token(device, dtype, softcap, temperature):
 
 @pytest.mark.parametrize("training", [False, True])
 def test_logits_that_are_no_numbers(device, training):
-    """-inf masks a class, also the target's; NaN reaches the results of its row, and of no other."""
+    """-inf masks a class, also the target's; NaN reaches all results of its row, and no other row."""
     vocab = 5000
     x, weight = torch.zeros(5, 8, dtype=torch.bfloat16, device=device), torch.zeros(vocab, 8, dtype=torch.bfloat16)
     bias = normal(vocab, dtype=torch.bfloat16, device=device)
@@ -206,7 +208,7 @@ def test_frozen_inputs(device, needs, memory):
 
 
 def test_again_and_with_other_shapes(device):
-    """A second backward, a gradient of each result alone, rows that are listed, and more dimensions."""
+    """A second backward, the gradient of each result alone, an explicit row count, and more dimensions."""
     made = arguments(120, 16, 90, device=device)
     found = F.linear_log_probs(**made, entropy=True)
     total = found.log_probs.sum() + found.entropy.square().sum()
@@ -300,7 +302,8 @@ def test_a_flag_that_is_none(device):
 
 
 def test_a_gradient_of_the_entropy_needs_no_further_matmul(device):
-    """Where the gradient of all logits is stored in the memory of dweight, and may be overwritten; else one more."""
+    """Without softcap dweight's memory holds the gradient of all logits, which may be overwritten; with it, one more
+    matmul."""
     made = arguments(120, 64, 300, device=device, bias=False)
     plan = overlaid((120, 64, 300), 1)
     matmuls = []
@@ -313,7 +316,7 @@ def test_a_gradient_of_the_entropy_needs_no_further_matmul(device):
 
 
 def test_a_temperature_of_float64():
-    """Beside a softcap it is a factor of each row."""
+    """Together with a softcap, the temperature becomes a factor of each row."""
     made = doubles(arguments(8, 4, 9))
     found = F.linear_log_probs(**made, temperature=0.7, softcap=3.0)
     torch.testing.assert_close(found, reference(**made, temperature=0.7, softcap=3.0)[0], rtol=1e-12, atol=1e-12)

@@ -1,4 +1,4 @@
-"""Patched LlamaForCausalLM against transformers' own: loss, logits and gradients, in every way that it is called."""
+"""Patched LlamaForCausalLM compared with transformers' own: loss, logits and gradients, for every kind of call."""
 
 import inspect
 from collections import Counter
@@ -140,7 +140,7 @@ def test_positions_row_by_row(device, dtype, kind):
         compare(model, batch)
         compare(model.eval(), batch)
         return
-    # Older versions take no such argument: pick the rows from all logits.
+    # Older versions have no such argument: select the rows from all logits.
     with torch.no_grad():
         logits = model(batch["input_ids"]).logits
         logits = logits[keep] if kind == "bool" else torch.stack([row[k] for row, k in zip(logits, keep, strict=True)])
@@ -154,7 +154,7 @@ def test_embeddings_as_input(device, dtype):
     model = build(device=device, dtype=dtype).train()
     embeddings = torch.randn(2, 9, 64, device=device).to(dtype)
     compare(model, dict(inputs_embeds=embeddings, labels=tokens(2, 9, device=device)))
-    with torch.inference_mode():  # a frozen encoder's, or those of a prefix that is made once
+    with torch.inference_mode():  # the output of a frozen encoder, or a prefix that is computed once
         embeddings = embeddings.detach().clone()
     for memory in ("fast", "auto", "low"):
         compare(model, dict(inputs_embeds=embeddings, labels=tokens(2, 9, device=device)), memory=memory)
@@ -170,7 +170,7 @@ def test_gradient_checkpointing(device, dtype, use_reentrant):
         first = len(calls)
         output.loss.backward(retain_graph=True)
         model.zero_grad()
-        assert (first, len(calls)) == (2, 4), "the layers were not computed again in the backward"
+        assert (first, len(calls)) == (2, 4), "the backward did not recompute the layers"
         return output
 
     compare(build(device=device, dtype=dtype).train(), batch_of(device), forward)
@@ -198,7 +198,7 @@ def test_logits_on_demand_in_training(device, dtype):
 
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 def test_logits_without_labels_are_not_skipped(train):
-    """A Trainer that evaluates asks for it, and takes the labels away for a loss of its own."""
+    """A Trainer that evaluates passes skip_logits=True, and removes the labels if it computes the loss itself."""
     model, ids = patched(build()).train(train), tokens(1, 4)
     assert torch.equal(model(ids, skip_logits=True).logits, model(ids).logits)
 
@@ -210,7 +210,7 @@ def test_as_many_labels_as_positions():
 
 @pytest.mark.parametrize("training", [True, False])
 def test_labels_with_a_dimension_too_many(device, training):
-    """Their last dimension would be shifted, and no label left."""
+    """The shift would act on their last dimension, of size 1, and leave no label."""
     model, batch = patched(build(device=device).train(training)), batch_of(device)
     with pytest.raises(ValueError, match=r"labels have shape \[3, 11, 1\], expected \[batch, sequence\]"):
         model(**{**batch, "labels": batch["labels"].unsqueeze(-1)}, skip_logits=True)
@@ -265,7 +265,8 @@ def test_hidden_states_and_attentions(device, dtype):
         assert len(fields[0]) == len(fields[1]) == len(fields[2]) == (3 if field == "hidden_states" else 2)
         for exactly, expected, result in zip(*fields, strict=True):
             assert distance(result, exactly) <= 1.5 * distance(expected, exactly) + rounding(dtype)
-    # Recording leaves traces in some versions; neither model may be bound to the other's code by them.
+    # Some versions leave hooks or wrappers behind when they record outputs; these must not bind either model to the
+    # other.
     handle = apply_liger_kernel_to_llama(model=stock)
     assert ops(stock, input_ids=tokens(1, 3, device=device)) >= {"add_rms_norm", "rms_norm", "glu", "rope"}
     stock(**batch)
@@ -290,8 +291,8 @@ def test_every_op_is_used(device):
     model = patched(build(device=device).train())
     with RecordCalls() as record:
         model(**batch_of(device)).loss.backward()
-    # Of two layers; rms_norm: the input norms and the last one, and all norms of the layers again in the backward,
-    # where their gradients take the stream's along.
+    # Counts for two layers. rms_norm runs for the input norms and the last norm, and again in the backward for all
+    # norms of the layers, whose backward adds the gradient of the residual stream.
     forward = {"rms_norm": 3 + 4, "add_rms_norm": 2, "glu": 2, "rope": 2, "fused_linear_cross_entropy": 1}
     backward = {"rms_norm": 1, "add_rms_norm": 4, "rope": 2, "fused_linear_cross_entropy": 1}
     backward = {f"{op}_backward": count for op, count in backward.items()} | {"glu_backward_with_h_": 2}

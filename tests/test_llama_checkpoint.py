@@ -1,4 +1,4 @@
-"""A patched Llama whose layers are checkpointed: results, what runs a second time, and long inputs in tiles."""
+"""A patched Llama with checkpointed layers: results, the recomputation, and long inputs in tiles."""
 
 import functools
 
@@ -26,13 +26,13 @@ from liger_ext import apply_liger_kernel_to_llama
 from liger_ext.models.training import nodes as layer
 
 reentrant = pytest.mark.parametrize("use_reentrant", [True, False])
-# Before, a whole model calls its checkpoint function, not each layer.
+# Older versions checkpoint a layer from outside, in the model's forward.
 by_layer = pytest.mark.skipif(TRANSFORMERS < (4, 53), reason="transformers checkpoints layers from outside")
 
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Of 33 rows."""
+    """Tiles that are smaller than the batch, which has 33 rows."""
     monkeypatch.setattr(layer, "TILE", 8)
 
 
@@ -83,7 +83,7 @@ def test_tiles_of_a_layout_that_is_not_contiguous(device, small_tiles):
 
 
 def test_the_sum_over_tiles_is_rounded_once(device, monkeypatch):
-    """As close to float64 as the product of all rows, with as many tiles as there are rows."""
+    """As close to float64 as one product over all rows, with many tiles."""
     torch.manual_seed(0)
     model = build(device=device, dtype=torch.bfloat16, num_hidden_layers=1).train()
     batch = batch_of(device, 8, 64)
@@ -106,7 +106,7 @@ def test_a_checkpoint_changes_no_bit(device, memory, use_reentrant):
 
 
 class Multiplied(TorchDispatchMode):
-    """Multiplications and additions of matrix products. (torch's counter hooks into modules, which are then called.)"""
+    """Counts the FLOPs of matrix products. (torch's counter hooks modules, and our patches call hooked modules.)"""
 
     count = 0
 
@@ -126,7 +126,7 @@ def flops(model, batch) -> int:
 @by_layer
 @reentrant
 def test_the_second_run_ends_before_down_proj(device, use_reentrant):
-    """The checkpoint has all matmuls of the layers' forwards run again but for one."""
+    """The checkpoint recomputes all matmuls of a layer's forward except down_proj."""
     batch, model = batch_of(device), patched(build(device=device).train())
     plain = flops(model, batch)
     again = flops(checkpointed(model, use_reentrant), batch) - plain
@@ -139,7 +139,7 @@ def test_the_second_run_ends_before_down_proj(device, use_reentrant):
 @reentrant
 @levels
 def test_a_checkpoint_inside_a_checkpoint(device, memory, use_reentrant):
-    """The outer one's second run is each layer's first, whose result the next layer reads."""
+    """The recomputation of the outer checkpoint is the first run of each layer, whose result the next layer reads."""
 
     def forward(model, input_ids, labels):
         states = checkpoint(
@@ -154,7 +154,7 @@ def test_a_checkpoint_inside_a_checkpoint(device, memory, use_reentrant):
 
 @pytest.mark.parametrize("memory", ["auto", "low", "min"])
 def test_all_of_a_second_run(device, memory):
-    """Without an early stop, a checkpoint's second run goes to the layer's end."""
+    """Without an early stop, the recomputation of a checkpoint runs to the end of the layer."""
     model = patched(build(device=device).train(), memory=memory)
     expected = step(model, batch_of(device))
     checkpointed(model, False)
@@ -174,7 +174,7 @@ def test_a_graph_is_used_twice(device):
 
 @reentrant
 def test_hooks_on_a_layer_see_what_it_returns(device, use_reentrant):
-    """Also where transformers has them run a second time."""
+    """Also where transformers runs the hooks a second time."""
     model, seen = patched(build(device=device).train()), []
     model.model.layers[0].register_forward_hook(
         lambda module, arguments, result: seen.append((result[0] if isinstance(result, tuple) else result).sum().item())
@@ -185,7 +185,7 @@ def test_hooks_on_a_layer_see_what_it_returns(device, use_reentrant):
 
 
 def test_other_checkpoints_get_whole_results(device):
-    """One that calls a layer twice, and reads the second result; and one with contexts."""
+    """A checkpoint that calls a layer twice and returns the second result, and one with contexts."""
 
     def twice(function, *args):
         function(*args)
@@ -203,7 +203,7 @@ def test_other_checkpoints_get_whole_results(device):
 
 
 def scaled_layers(model):
-    """Subclasses of the layers' classes, as they are, whose forward reads what theirs returns."""
+    """Replaces each layer's class by a subclass whose forward reads the original forward's result."""
     for module in model.model.layers:
         base = type(module)
 
@@ -216,7 +216,7 @@ def scaled_layers(model):
 
 
 def scaled_functions(model):
-    """Functions around those that the layers have."""
+    """Wraps each layer's checkpoint function, so that the checkpointed function reads the layer's result."""
     for module in model.model.layers:
         module.scale = nn.Parameter(torch.full_like(module.input_layernorm.weight, 1.5))
 
@@ -231,7 +231,7 @@ def scaled_functions(model):
 
 
 def replaced_function(model):
-    """One in the place of torch's, which reads the results of both runs."""
+    """Replaces torch's checkpoint by a function that reads the results of both runs."""
 
     class Checkpoint(torch.autograd.Function):
         @staticmethod
@@ -315,7 +315,7 @@ def test_the_function_that_checkpoints_is_as_it_was_set():
 @reentrant
 @pytest.mark.parametrize("first", ["patch", "checkpoint"])
 def test_compiled(device, use_reentrant, first):
-    """Also where nothing ran before the graph was made."""
+    """Also without a run before the compilation."""
     torch._dynamo.reset()
     stock = build(device=device).train()
     model = checkpointed(stock, use_reentrant) if first == "checkpoint" else stock

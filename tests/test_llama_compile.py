@@ -1,4 +1,4 @@
-"""A patched model is one graph for torch.compile, forward and backward, with sizes that change; what it keeps."""
+"""A patched model under torch.compile: one graph for forward and backward, with varying sizes; and what it saves."""
 
 import importlib
 import sys
@@ -30,7 +30,7 @@ from torch._inductor.decomposition import select_decomp_table
 from transformers import LlamaModel
 from transformers.models.llama import modeling_llama
 
-# The partitioner's choice of what to keep is inductor's; no code is generated, which takes a test's time.
+# Inductor's partitioner chooses the saved tensors. This backend generates no code, which would take most of the test.
 WITHOUT_CODE = "aot_eager_decomp_partition"
 REENTRANT = [slow_if(value is not None, value) for value in (None, False, True)]
 LAYERS = pytest.mark.parametrize("use_reentrant", REENTRANT, ids=["kept", "non-reentrant", "reentrant"])
@@ -69,7 +69,8 @@ def test_training_step(device):
         batch["num_items_in_batch"] = torch.tensor(19, device=device)
         result = compiled_step(compiled, batch)
         assert_as_good(result, step(stock, batch), step(exact(stock), batch))
-    # Else torch before 2.13 describes the loss with all that led to it, which takes forever for a deep model.
+    # For an op without a lowering, torch before 2.13 writes a log text that spells out all of its inputs, recursively:
+    # for the loss of a deep model this takes forever.
     lowerings = sys.modules["torch._inductor.graph"].lowerings
     assert {torch.ops.liger_ext_models.norm_mlp.default, torch.ops.liger_ext.softmax.default} <= lowerings.keys()
     assert counters["stats"]["unique_graphs"] == 1
@@ -97,7 +98,7 @@ def test_lora(device, dynamic):
 @LAYERS
 @pytest.mark.parametrize("dynamic, graphs", [(None, 2), (True, 1)], ids=["", "dynamic"])
 def test_no_graph_is_made_for_a_third_length(device, dynamic, graphs, use_reentrant):
-    """Nor is one broken. By default, torch.compile finds at the second length that it changes."""
+    """No graph break either. By default, torch.compile finds out at the second length that the length varies."""
     stock = build(device=device, num_hidden_layers=1).train()
     model = patched(stock)
     if use_reentrant is not None:
@@ -141,7 +142,7 @@ def test_mixed_precision(device):
 
 
 def kept_bytes(model, batch):
-    """What the compiled forward keeps for its backward, beside parameters and buffers."""
+    """Bytes that the compiled forward saves for its backward, without parameters and buffers."""
     torch._dynamo.reset()
     held = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
     kept = {}
@@ -149,7 +150,7 @@ def kept_bytes(model, batch):
     def pack(tensor):
         storage = tensor.untyped_storage()
         if storage._cdata not in held:
-            kept[storage._cdata] = storage  # alive, so that no other takes its place
+            kept[storage._cdata] = storage  # keeps it alive, so that its address is not used again
         return tensor
 
     compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=WITHOUT_CODE)
@@ -161,8 +162,8 @@ def kept_bytes(model, batch):
 @pytest.mark.slow
 @pytest.mark.parametrize("hooks", [False, True], ids=["plain", "hooks"])
 def test_what_a_layer_keeps(hooks):
-    """Not what its norms and its activation give, nor a mask of [seq, seq]: they are computed again, or not made.
-    Where linear layers are more than that, checkpoints see to it."""
+    """A layer saves neither the outputs of its norms and its activation, which are recomputed, nor a mask of [seq,
+    seq], which is never built. Where hooks on linear layers prevent our ops, checkpoints recompute these outputs."""
     sizes = dict(num_key_value_heads=4, hidden_size=64, intermediate_size=192)
     batch, kept = batch_of("cpu", 2, 32), []
     for layers in (1, 3):
@@ -173,8 +174,8 @@ def test_what_a_layer_keeps(hooks):
         kept.append(kept_bytes(model, batch))
     hidden = 2 * 32 * 64 * 4
     layer_input, summand, qkv_and_output, gate_and_up = 1, 1, 4, 2 * 3
-    log_sum_exp = 4 / 64  # of each head
-    copied_output = TRANSFORMERS < (4, 57)  # attention copies its inputs, and gets an output that o_proj has to copy
+    log_sum_exp = 4 / 64  # for each head
+    copied_output = TRANSFORMERS < (4, 57)  # attention copies its inputs, and o_proj has to copy the output
     rstd = 0 if hooks else 2 / 64  # of both norms
     expected = layer_input + summand + qkv_and_output + gate_and_up + log_sum_exp + copied_output + rstd
     assert (kept[1] - kept[0]) / 2 / hidden == expected
@@ -191,7 +192,8 @@ def test_a_training_step_is_exported(memory, strict):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_model_has_our_ops(strict):
-    """And no other; the program computes what the module does. Nothing of the export is remembered."""
+    """The graph has no other ops of liger_ext; the program's results equal the module's. The export leaves no state
+    behind."""
     stock, ids = build(num_hidden_layers=2).eval(), tokens(2, 8)
     model = patched(stock)
     program = torch.export.export(model, (), dict(input_ids=ids, use_cache=False), strict=strict)
@@ -201,7 +203,7 @@ def test_an_exported_model_has_our_ops(strict):
     torch.testing.assert_close(result, stock(ids).logits, rtol=1e-4, atol=1e-4)
     assert ops(model, input_ids=ids) == OPS
     calls, replaced = [], nn.Module.__call__
-    with pytest.MonkeyPatch.context() as patch:  # what others put on every module's call is called
+    with pytest.MonkeyPatch.context() as patch:  # replacements of every module's __call__ still run
         patch.setattr(nn.Module, "__call__", lambda self, *a, **k: calls.append(self) or replaced(self, *a, **k))
         model(ids)
     assert model.model.layers[0].mlp.act_fn in calls and model.model.layers[0].post_attention_layernorm in calls
@@ -211,7 +213,7 @@ OPS = {"rms_norm", "add_rms_norm", "glu", "rope"}
 
 
 def ops_in(program):
-    """Those of liger_ext, by their names. None of the graph does the work of one of them."""
+    """Names of liger_ext's ops in a graph, which has no ATen ops that do their work."""
     calls = [node.target for node in program.graph.nodes if node.op == "call_function"]
     names = [op.name() for op in calls if isinstance(op, torch._ops.OpOverload)]
     assert not {"aten::silu", "aten::rsqrt", "aten::_log_softmax"} & set(names)
@@ -220,7 +222,7 @@ def ops_in(program):
 
 @pytest.mark.slow
 def test_nothing_is_recomputed_in_evaluation():
-    """A checkpoint cannot be exported, and a model in evaluation, with gradients on as they are by default, can."""
+    """A checkpoint cannot be exported; a model in eval mode with gradients enabled (the default) can."""
     model = patched(build(LlamaModel).eval())
     ids = tokens(2, 8)
     program = torch.export.export(model, (), dict(input_ids=ids, use_cache=False), strict=True)
@@ -231,7 +233,7 @@ def test_nothing_is_recomputed_in_evaluation():
 @pytest.mark.skipif(not hasattr(modeling_llama, "create_causal_mask"), reason="LlamaModel is not patched")
 @pytest.mark.parametrize("tied", [slow_if(not tied, tied) for tied in (False, True)], ids=["", "tied"])
 def test_the_gradient_of_the_embedding(device, tied):
-    """Is one op, whose sums have the weight's dtype and the same bits in each run; inductor would make them in fp32."""
+    """It is one op, whose sums have the weight's dtype and the same bits in each run; inductor would sum in fp32."""
     graphs = []
 
     def keep(graph, inputs):
@@ -242,7 +244,7 @@ def test_the_gradient_of_the_embedding(device, tied):
     stock = build(device=device, dtype=torch.bfloat16, num_hidden_layers=1, tie_word_embeddings=tied).train()
     stock.get_input_embeddings().padding_idx = 2 - VOCAB  # counted from the end
     batch = batch_of(device, 4, 32)
-    batch["input_ids"] = batch["input_ids"] % 5  # among them padding_idx, which has no gradient
+    batch["input_ids"] = batch["input_ids"] % 5  # includes padding_idx, whose row has no gradient
     model = patched(stock)
     result = compiled_step(torch.compile(model, fullgraph=True, backend=backend), batch)
     assert_as_good(result, step(stock, batch), step(exact(stock), batch))
@@ -258,7 +260,7 @@ def test_the_gradient_of_the_embedding(device, tied):
 PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1]] * 3)
 PADDED = torch.tensor([[1] * 11, [0] * 4 + [1] * 7, [1] * 11])
 SQUARE = torch.ones(11, 11, dtype=torch.bool).tril().logical_and(torch.arange(11) != 3).fill_diagonal_(True)
-# Arguments of a model, and whether the graph's attention has to get a mask.
+# Arguments of a model, and whether the graph's attention must receive a mask.
 CALLS = {
     "nothing more": ({}, False),
     "packed": (dict(position_ids=PACKED, use_cache=False), hasattr(modeling_llama, "create_causal_mask")),
@@ -274,14 +276,14 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("embedded", [False, True], ids=["ids", "embeddings"])
 def test_attention_gets_a_mask_only_if_it_needs_one(name, embedded):
-    """As without torch.compile, where transformers looks into what it got; `is_causal` then says the rest."""
+    """As without torch.compile, where transformers inspects the values; without a mask `is_causal` is True."""
     arguments, masked = CALLS[name]
     stock = build().train()
     batch = {**batch_of("cpu"), **arguments}
     if embedded:
         batch["inputs_embeds"] = stock.model.embed_tokens(batch.pop("input_ids")).detach()
     graphs, model = [], patched(stock)
-    model(**batch)  # the first call that asks for hidden states puts hooks on layers, which a graph cannot
+    model(**batch)  # the first call with hidden states registers hooks on layers, which a graph cannot do
     compiled = torch.compile(model, fullgraph=True, backend=keep_graphs_in(graphs))
     result = compiled_step(compiled, batch)
     assert_as_good(result, step(stock, batch), step(exact(stock), batch))
@@ -296,13 +298,13 @@ def test_attention_gets_a_mask_only_if_it_needs_one(name, embedded):
 
 
 class UsersModel(LlamaModel):
-    """Patched by a class that is made then, on top of this one."""
+    """The patch builds a subclass of this class."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cls", [LlamaModel, UsersModel])
 def test_hidden_states_are_recorded(cls):
-    """transformers looks up by the name of the model's class what there is to record."""
+    """transformers looks up the outputs to record by the name of the model's class."""
     stock = build(cls).train()
     model = patched(stock)
     expected = stock(tokens(2, 5), output_hidden_states=True).hidden_states
@@ -314,7 +316,7 @@ def test_hidden_states_are_recorded(cls):
 
 @pytest.mark.skipif(not hasattr(modeling_llama, "create_causal_mask"), reason="masks are made by a method")
 def test_without_a_graph_no_mask_is_made_either(monkeypatch):
-    """transformers would find that none is needed by looking at position_ids, for which it waits for a GPU."""
+    """transformers would read position_ids to find that no mask is needed, which synchronises with a GPU."""
     batch, calls = batch_of("cpu"), []
     utilities = sys.modules[modeling_llama.create_causal_mask.__module__]
     monkeypatch.setattr(utilities, "find_packed_sequence_indices", calls.append)
@@ -339,7 +341,8 @@ def test_a_cache_that_is_passed_is_attended_to():
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation, is_causal", [("eager", None), ("sdpa", False)])
 def test_other_attention(implementation, is_causal):
-    """That cannot do without a mask, and that is not causal, which is said beside the mask."""
+    """Attention that always needs a mask, and attention that is not causal, as is_causal=False states beside the
+    mask."""
     stock = build(LlamaModel, attn_implementation=implementation).eval()
     if is_causal is not None:
         stock.config.is_causal = is_causal

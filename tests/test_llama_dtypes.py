@@ -1,4 +1,4 @@
-"""Patched Llamas of more than one dtype: autocast, and parts that are kept in fp32."""
+"""Patched Llamas with more than one dtype: under autocast, and with parts in fp32."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from transformers import LlamaForSequenceClassification
 
 
 def under_autocast(model, **batch):
-    """A forward for `compare`, whose float64 model has no autocast."""
+    """Runs the model under autocast, except for the float64 model of `compare`."""
     parameter = next(model.parameters())
     with torch.autocast(parameter.device.type, torch.bfloat16, enabled=parameter.dtype != torch.float64):
         return model(**batch)
@@ -29,7 +29,7 @@ def test_autocast(device):
     stock = build(device=device).train()
     model = compare(stock, batch_of(device), under_autocast)
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
-    compare(stock.eval(), batch_of(device), under_autocast)  # the logits' dtype too
+    compare(stock.eval(), batch_of(device), under_autocast)  # compares the logits' dtype, too
     with torch.autocast(device.type, torch.bfloat16):
         assert model.eval()(tokens(1, 4, device=device)).logits.dtype == torch.bfloat16
         assert model.train()(**batch_of(device)).loss.dtype == torch.float32
@@ -40,7 +40,7 @@ def norms_of(model):
 
 
 def in_parts(model, parts):
-    """bf16, but some parts in fp32."""
+    """Converts the model to bf16, and some parts to fp32."""
     model.to(torch.bfloat16)
     for part in parts:
         part.float()
@@ -48,7 +48,7 @@ def in_parts(model, parts):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_a_head_in_fp32(device, training):
-    """The last norm and the head in fp32: the norm returns its weight's dtype, which the head needs."""
+    """The last norm and the head in fp32: the norm returns its weight's dtype, as the head requires."""
     stock = build(device=device, tie_word_embeddings=False).train(training)
     in_parts(stock, [stock.model.norm, stock.lm_head])
     model = compare(stock, batch_of(device))
@@ -58,7 +58,7 @@ def test_a_head_in_fp32(device, training):
 
 
 def test_norms_in_fp32_under_autocast(device):
-    """As peft.prepare_model_for_kbit_training leaves them: hidden states have the dtypes that stock's have."""
+    """As peft.prepare_model_for_kbit_training leaves them: hidden states have the same dtypes as stock's."""
     stock = build(device=device).train()
     in_parts(stock, norms_of(stock))
     model = patched(stock)
@@ -78,7 +78,7 @@ def test_a_classifier_in_fp32(device):
 
 
 def test_fp16_with_a_scaled_loss(device):
-    """By GradScaler, whose first scales are too large: such steps are left out, and three others are made."""
+    """GradScaler's first scales are too large and their steps are skipped; the test runs until three steps succeed."""
     stock = build(device=device).train()
     reference, ends = exact(stock), []
     start = parameters(stock)

@@ -1,4 +1,4 @@
-"""The other Llamas: classifiers, question answering and the bare model keep their heads and get the patched layers."""
+"""Other Llama models: classifiers, question answering and the bare model keep their heads and get patched layers."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""Log-probabilities and entropies of patched models, and the loss that is made of them: values and all parameters'
-gradients against the logits of unpatched models."""
+"""Log-probabilities and entropies of patched models, and losses computed from them: values and all parameters'
+gradients, compared with the logits of unpatched models."""
 
 import copy
 import functools
@@ -56,7 +56,8 @@ def asked_for(model, **batch):
 
 
 def objective(run, model, **batch):
-    """A number that depends on each of the results, by factors of both signs, and the results, as `step` takes them."""
+    """Returns a scalar that depends on every result, with factors of both signs, and the results in the form of
+    `step`."""
     loss, log_probs, entropy = run(model, **batch)
     factors = torch.linspace(-1, 1, log_probs.numel(), device=log_probs.device).view(log_probs.shape)
     total = 3 * loss + (factors * log_probs).sum() + (factors.flip(0) * entropy).sum() / 2
@@ -64,7 +65,7 @@ def objective(run, model, **batch):
 
 
 def judge(stock, batch, model=None, run=asked_for, **options):
-    """Patches a copy of `stock`, unless it is given as `model`, and compares results and gradients."""
+    """Compares results and gradients of `stock` and `model`, by default a patched copy of `stock`."""
     model = family_models.patched(stock) if model is None else model
     assert_all_as_good(stock, batch, model, run, from_logits, options)
 
@@ -74,7 +75,7 @@ def assert_all_as_good(stock, batch, model, run, by_logits, options=()):
     models += ((copy.deepcopy(stock).double(), from_logits, batch),)
     judged = [step(of, given, functools.partial(objective, how)) for of, how, given in models]
     for results in judged:
-        del results["loss"]  # a sum of terms that cancel: its error is chance
+        del results["loss"]  # a sum of terms that cancel: its error is random
     assert_as_good(*judged)
 
 
@@ -136,7 +137,7 @@ def test_a_head_with_lora(device, train, chunk):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(head, "forward", counted)
         judge(stock, batch | dict(temperature=0.8), model, memory=SMALLEST if chunk else "fast")
-    # The head runs again in the backward, and then twice for the models that are the reference.
+    # The head runs again in the backward, and then once for each of the two reference models.
     assert sizes == ([128, 128, 44, 44, 128, 128, 300, 300] if chunk else [300, 300, 300])
 
 
@@ -150,7 +151,7 @@ def test_hooks_on_the_head_run(device):
 
 
 def test_with_logits(device):
-    """`skip_logits=False` makes the results of the logits, and returns these."""
+    """`skip_logits=False` computes the results from the logits, and returns the logits, too."""
     stock = build(device=device).train()
 
     def run(model, **batch):
@@ -180,7 +181,7 @@ def test_compiled(device, temperatures):
 
 
 def test_autocast(device):
-    """fp32 weights, and matmuls in bf16."""
+    """fp32 weights and bf16 matmuls."""
     stock = build(device=device).train()
 
     def under(run, model, **batch):
@@ -192,7 +193,8 @@ def test_autocast(device):
 
 
 def test_logits_dtype(device):
-    """It reaches the head's matmul, and is refused where other code makes the logits, and without its use."""
+    """It sets the dtype of the head's matmul, and is refused where the head's module computes the logits, and where no
+    log-probabilities are requested."""
     model, batch = patched(build(device=device).train().to(torch.bfloat16)), made(device)
     narrow, wide = (model(**batch, return_log_probs=True, logits_dtype=of) for of in (None, torch.float32))
     with torch.no_grad():
@@ -214,7 +216,7 @@ def test_logits_dtype(device):
 def test_the_head_runs_once_on_rows_that_count(device, train):
     model = patched(build(device=device).train(train))
     batch = batch_of(device, 4, 64)
-    batch["labels"][:, :40] = -100  # 96 of 256 targets are left, and the last ones are none
+    batch["labels"][:, :40] = -100  # 96 of 256 targets remain; the last positions have none
     batch["labels"][:, -1] = -100
     assert rows_of_the_op(lambda: model(**batch, **ASKED)) == [96]
     with RecordCalls() as record:
@@ -227,7 +229,7 @@ def test_the_head_runs_once_on_rows_that_count(device, train):
 
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 def test_zero_stage_3(monkeypatch, tied):
-    """The head is gathered again in the backward, which a gradient of the entropy needs, and not held until then."""
+    """The backward, for the gradient of the entropy, gathers the head again instead of holding it until then."""
     monkeypatch.setattr(nn.functional, "linear", linear_of_zero3())
     stock = build(num_hidden_layers=1, tie_word_embeddings=tied).train()
     model, batch = patched(stock), made("cpu", use_cache=False)
@@ -241,7 +243,7 @@ def test_zero_stage_3(monkeypatch, tied):
 
 
 def test_what_is_returned(device):
-    """The output has the results that were asked for, and in eval mode a cache of keys and values."""
+    """The output has the requested results, and in eval mode a cache of keys and values."""
     model, batch = patched(build(device=device).eval()), made(device)
     output = model(**batch, return_log_probs=True)
     cache = "cache" if TRANSFORMERS >= (5, 24) else "past_key_values"
@@ -251,12 +253,12 @@ def test_what_is_returned(device):
     with torch.no_grad():
         as_tuple = model(**batch, **ASKED, use_cache=False, return_dict=False)
     assert len(as_tuple) == 3 and not as_tuple[1].requires_grad
-    torch.testing.assert_close(as_tuple[1], output.log_probs.detach(), rtol=0, atol=1e-5)  # another kernel, on a GPU
+    torch.testing.assert_close(as_tuple[1], output.log_probs.detach(), rtol=0, atol=1e-5)  # a GPU runs another kernel
     assert list(model.train()(**batch, **ASKED)) == ["loss", "log_probs", "entropy"]
     nothing = model(**batch | {"labels": torch.full_like(batch["labels"], -100)}, **ASKED)
     assert nothing.loss == 0 and not nothing.log_probs.any() and not nothing.entropy.any()
     (nothing.loss + nothing.log_probs.sum()).backward()
-    # False and None are as if they were not given.
+    # False and None are the defaults.
     for value in (False, None):
         found = model.eval()(**batch, return_log_probs=value, return_entropy=value)
         assert list(found) == ["loss", "logits", cache]
@@ -305,7 +307,7 @@ def test_errors(options, error, message, skip_logits):
 
 
 def test_a_loss_of_the_users_own(device):
-    """It gets a temperature, as ever; it has no log-probabilities."""
+    """It receives the temperature as before; log-probabilities are refused."""
     model, given = patched(build(device=device).train()), {}
     model.loss_function = lambda logits, labels, **options: given.update(options) or logits.mean()
     model(**made(device), temperature=2.0)
@@ -315,7 +317,7 @@ def test_a_loss_of_the_users_own(device):
 
 
 def test_under_the_name_liger_kernel(device):
-    """Where reading logits is no error, and another function for the loss is named in a warning."""
+    """Reading logits returns None, and a warning names a replaced loss function."""
     with compat.install():
         from liger_kernel.transformers import apply_liger_kernel_to_llama, functional
 

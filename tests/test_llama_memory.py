@@ -1,4 +1,4 @@
-"""What a patched Llama's training step keeps for its backward, to the byte, and that keeping less changes no result."""
+"""Memory that a patched Llama's training step keeps for its backward, to the byte; keeping less changes no result."""
 
 import copy
 import functools
@@ -30,7 +30,7 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 
 
 class Allocated(TorchDispatchMode):
-    """The memory of every op's results, as long as somebody holds it; views of `others` are not counted."""
+    """Memory of all ops' results that are still alive; views of `others` are not counted."""
 
     def __init__(self, others: Iterable[Tensor]) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Allocated(TorchDispatchMode):
 
 
 def kept_bytes(model: nn.Module, batch: dict[str, Tensor]) -> int:
-    """What is in memory for the sake of the loss's backward, and goes with the loss: no cycle holds it."""
+    """Bytes that are allocated for the loss's backward, and freed with the loss: no reference cycle holds them."""
     with Allocated([*model.parameters(), *model.buffers(), *batch.values()]) as allocated:
         loss = model(**batch).loss
     kept = allocated.bytes()
@@ -59,7 +59,7 @@ def kept_bytes(model: nn.Module, batch: dict[str, Tensor]) -> int:
 
 
 def kept_by_a_layer(device, dtype, **options) -> float:
-    """In values for each token."""
+    """Saved values per token."""
     batch = batch_of(device)
     sizes = []
     for layers in (2, 3):
@@ -72,16 +72,16 @@ def kept_by_a_layer(device, dtype, **options) -> float:
 def test_what_a_layer_keeps(device, dtype):
     hidden, mlp, heads, key_values = 64, 128, 4, 2 * 32
     kept = {level: kept_by_a_layer(device, dtype, memory=level) for level in LEVELS}
-    assert kept["fast"] - kept["auto"] == 2 * hidden + mlp  # the norms' outputs; the product of gate and up
+    assert kept["fast"] - kept["auto"] == 2 * hidden + mlp  # the norms' outputs, and act(gate) * up
     assert kept["auto"] - kept["low"] == 2 * mlp
-    if device.type == "cpu" and TRANSFORMERS >= (5, 0):  # other attention keeps repeated keys and values, or more
+    if device.type == "cpu" and TRANSFORMERS >= (5, 0):  # other attention saves repeated keys and values, or more
         statistics = 4 / dtype.itemsize  # a row's rstd, or a head's log-sum-exp, in fp32
         attention = 2 * hidden + key_values + heads * statistics  # q, k, v, the output
         assert kept["low"] == attention + 2 * (hidden + statistics)
 
 
 class AtOnce(Allocated):
-    """Of pieces of memory of `size` bytes: as many as there are at once."""
+    """Counts storages of exactly `size` bytes: the maximum that is alive at once."""
 
     def __init__(self, size: int) -> None:
         super().__init__(())
@@ -96,8 +96,8 @@ class AtOnce(Allocated):
 
 @pytest.mark.parametrize("memory, at_once", [("fast", 3), ("auto", 3), ("low", 5)])
 def test_h_takes_the_memory_of_its_gradient(device, memory, at_once):
-    """An MLP's backward has the gradients of h, gate and up, and at "low" gate and up again."""
-    mlp = 96  # columns that nothing else has
+    """An MLP's backward allocates the gradients of h, gate and up, and at "low" it recomputes gate and up."""
+    mlp = 96  # columns that no other tensor has
     model = patched(build(device=device, intermediate_size=mlp, num_hidden_layers=1).train(), memory=memory)
     batch = batch_of(device)
     loss = model(**batch).loss
@@ -107,7 +107,7 @@ def test_h_takes_the_memory_of_its_gradient(device, memory, at_once):
 
 
 def hooked(model: nn.Module, name: str) -> nn.Module:
-    """A hook that changes what a module returns."""
+    """Registers a hook that changes a module's result."""
     for found, module in model.named_modules():
         if found.endswith(name):
             module.register_forward_hook(lambda module, args, result: result * 0.5)
@@ -146,13 +146,13 @@ def test_under_autocast(device, memory):
 
     model = compare(build(device=device).train(), batch_of(device), forward, memory=memory)
     expected = step(model, batch_of(device), forward)
-    with torch.autocast(device.type, torch.bfloat16):  # the backward, too
+    with torch.autocast(device.type, torch.bfloat16):  # includes the backward
         found = step(model, batch_of(device))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_levels_give_the_same_bits(device):
-    """What is made again has the bits of what is kept. (The loss has one level of its own.)"""
+    """Recomputed tensors have the bits of saved ones. (The loss has its own level, "fast" in all runs.)"""
     batch = batch_of(device) | {"memory": "fast"}
     model = build(device=device, dtype=torch.bfloat16).train()
     fast, *others = (step(patched(model, memory=memory), batch) for memory in LEVELS)
@@ -189,7 +189,7 @@ def test_compiled(device, name, memory, autocast):
 @levels
 @pytest.mark.parametrize("bias", [False, True])
 def test_inside_selective_checkpoints(device, memory, bias):
-    """Of two layers at once: what comes out of the first is made again, from results of matmuls that were kept."""
+    """Over two layers: the first layer's output is recomputed from saved results of matmuls."""
     matmuls = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 
     def forward(model, input_ids, labels):
@@ -226,7 +226,7 @@ def test_kept_tensors_may_be_moved(device, memory):
 
 @levels
 def test_part_of_the_gradients(device, memory):
-    """torch.autograd.grad of one weight, and of the embedded tokens."""
+    """torch.autograd.grad with respect to one weight, and to the embedded tokens."""
     stock = build(device=device).train()
     model = patched(stock, memory=memory)
     embedded = torch.randn(2, 5, 64, device=device)
@@ -243,8 +243,8 @@ def test_part_of_the_gradients(device, memory):
 @levels
 @pytest.mark.parametrize("adapted", [False, True], ids=["", "LoRA"])
 def test_weights_that_are_replaced_before_the_backward(device, memory, adapted):
-    """The backward is that of the weights that the forward has read, as with torch's linear layers. (A norm that stands
-    alone, as the last one does, reads the new one, as transformers' does.)"""
+    """The backward uses the weights that the forward read, as with torch's linear layers. (A separate norm, as the last
+    one, reads the new weight, as in transformers.)"""
     stock = build(device=device)
     model = patched(lora(stock) if adapted else stock, memory=memory).train()
     expected = step(model, batch_of(device))
@@ -272,14 +272,14 @@ def test_a_second_derivative_is_an_error(device, memory):
 
 
 def test_what_the_compiler_is_told(device):
-    """Shapes, dtypes and strides of a layer's halves, which are ops in a graph."""
+    """Shapes, dtypes and strides of the two halves of a layer, which are ops in a graph."""
     x, norm = torch.randn(2, 3, 8, device=device), torch.rand(8, device=device)
     weights = [torch.randn(n, 8, device=device) for n in (12, 12, 8)]
     down = torch.randn(8, 12, device=device)
     bias = torch.randn(12, device=device)
     ops, checks = torch.ops.liger_ext_models, ("test_schema", "test_faketensor")
 
-    # Weight, bias, and LoRA's A and B of each layer: the second one has an adapter.
+    # For each linear layer: weight, bias, and LoRA's A and B; the second one has an adapter.
     a, b = torch.randn(2, 8, device=device), torch.randn(12, 2, device=device)
     two = [weights[0], bias, None, None, weights[1], None, a, b]
     scalings, parameters = [1.0, 0.5, 1.0], [*two, weights[2], None, None, None]
@@ -317,7 +317,7 @@ def test_the_level_of_a_patch(device):
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "with biases"])
 def test_what_adapters_need_not_keep(device, bias):
-    """LoRA's layers save their inputs: the norms' outputs and h, once each, however many layers share them."""
+    """LoRA's layers save their inputs: the norms' outputs and h, once each, even if several layers share them."""
     hidden, mlp, tokens = 64, 128, 33
     options = dict(target_modules="all-linear", lora_bias=bias)
 
@@ -325,12 +325,13 @@ def test_what_adapters_need_not_keep(device, bias):
         model = patched(lora(build(device=device), **options).train(), memory=memory)
         return kept_bytes(model, batch_of(device))
 
-    first = hidden if bias else 0  # layers that are called: the first norm's output is kept, as its input is not
+    first = hidden if bias else 0  # called layers save the first norm's output instead of its input
     assert kept("fast") - kept("auto") == tokens * (2 * (2 * hidden + mlp) - first) * 4  # two layers
 
 
 def test_what_lora_keeps_under_autocast(device):
-    """What plain layers keep (o_proj is one): fp32 adapters of 16-bit weights have no fp32 copies of inputs."""
+    """The same as with plain layers (o_proj is plain): fp32 adapters of 16-bit weights save no fp32 copies of
+    inputs."""
 
     def kept(adapted: bool) -> int:
         model = build(device=device, dtype=torch.bfloat16)

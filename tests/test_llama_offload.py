@@ -1,4 +1,5 @@
-"""memory="min" on a GPU: inputs of checkpointed layers wait in host memory, and nothing else changes."""
+"""memory="min" on a GPU: inputs of checkpointed layers are stored in host memory until the backward, with equal
+results."""
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from liger_ext.models.training import offload
 
 @pytest.fixture
 def small_inputs(monkeypatch):
-    """Are brought to the host, in more than one piece."""
+    """Offloads even small inputs, in several pieces."""
     monkeypatch.setattr(offload, "_WORTHWHILE", 1)
     monkeypatch.setattr(offload, "_PIECE", 4096)
 
@@ -21,10 +22,10 @@ def small_inputs(monkeypatch):
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_inputs_that_wait_on_the_host(make, use_reentrant, small_inputs):
     model = checkpointed(make().cuda().train(), use_reentrant)
-    batch = batch_of("cuda") | {"memory": "fast"}  # of the loss
+    batch = batch_of("cuda") | {"memory": "fast"}  # the loss uses "fast"
     expected = step(patched(model, memory="low"), batch)
     model = patched(model, memory="min")
-    for _ in range(3):  # into memory that was used before
+    for _ in range(3):  # later steps reuse the host memory
         assert_same_bits(step(model, batch), expected)
 
 
@@ -48,7 +49,7 @@ def test_what_waits_on_the_host_is_not_on_the_gpu(small_inputs):
 @by_layer
 @pytest.mark.parametrize("twice", [False, True])
 def test_inputs_on_the_host_are_used_again(twice, small_inputs):
-    """By a second backward, and where the first stopped on its way."""
+    """By a second backward, and after a first backward that stopped early."""
     model = checkpointed(patched(build(device="cuda", num_hidden_layers=3).train(), memory="min"), False)
     expected = step(model, batch_of("cuda"))
     model.zero_grad()

@@ -1,4 +1,5 @@
-"""Results that are made again in the backward: by recipes in the place of saved tensors, where layers are not plain."""
+"""Tensors that the backward recomputes instead of loading: where layers are not plain, functions replace saved
+tensors."""
 
 from types import SimpleNamespace
 
@@ -30,9 +31,9 @@ def test_adapters_get_the_bits_they_would_have_kept(device, options):
     results = []
     for memory in LEVELS[:2]:
         model = patched(stock, memory=memory)
-        torch.manual_seed(3)  # for the dropout
+        torch.manual_seed(3)  # for dropout
         loss = model(**batch_of(device)).loss
-        for _ in range(2):  # the second time the graph is used again
+        for _ in range(2):  # the second run uses the graph again
             model.zero_grad()
             loss.backward(retain_graph=True)
             results.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
@@ -69,7 +70,7 @@ def test_where_hooks_are_forbidden(device):
 
 
 def test_sparse_tensors_are_kept_as_they_are(device):
-    """Adapters of few weights (PEFT's SHiRA) save them."""
+    """Sparse adapters (PEFT's SHiRA) save sparse tensors."""
     x = torch.randn(3, 4, device=device, requires_grad=True)
     few = torch.eye(4, device=device).to_sparse()
     h = x.sin()
@@ -81,7 +82,7 @@ def test_sparse_tensors_are_kept_as_they_are(device):
 
 @pytest.mark.filterwarnings("error")
 def test_tensors_without_memory_are_told_apart():
-    """Of the meta device, and fake ones, with which tools work out what a step needs."""
+    """Tensors of the meta device and fake tensors, with which tools compute the cost of a step."""
     for mode in (torch.device("meta"), FakeTensorMode()):
         with mode:
             x = torch.empty(3, 4, requires_grad=True)

@@ -1,5 +1,5 @@
-"""Log-probabilities of logits in float32, beside matmuls in 16 bits: values and gradients against float64 over exact
-products, at every plan, and the memory that they take."""
+"""Log-probabilities with logits in float32 and matmuls of 16-bit operands: values and gradients compared with float64
+over exact products, for every plan, and the memory that the plans take."""
 
 import functools
 import itertools
@@ -22,14 +22,14 @@ from liger_ext.ops._loss_plan import LEVELS, SMALLEST, Call, Plan
 
 DEFERRED, RECOMPUTED, OVERLAID = map(int, (_C.Gradients.deferred, _C.Gradients.recomputed, _C.Gradients.overlaid))
 LOW = [torch.bfloat16, torch.float16]
-VALUES = 1e-5  # of float32 sums, relative to 1 and the largest value
+VALUES = 1e-5  # error of float32 sums, relative to 1 + the largest value
 dtypes = pytest.mark.parametrize("dtype", LOW, ids=str)
 run = functools.partial(F.linear_log_probs, logits_dtype=torch.float32)
 
 
 def plans(rows, vocab, hidden=None):
-    """Every way in which gradients come about, with all rows at once and with some, and with chunks of classes. hidden:
-    of a weight in 16 bits, with which some classes are stored."""
+    """Every method to compute the gradients, with all rows at once and with some, and with chunks of classes. With
+    `hidden`, also plans that store only some classes in the memory of a 16-bit weight's gradient."""
     some = max(1, -(-rows // 3))
     stored = [Plan(way, chunk, vocab) for way in (DEFERRED, OVERLAID) for chunk in (rows, some)]
     if hidden is not None and (least := overlaid((rows, hidden, vocab), 0, torch.bfloat16, torch.bfloat16)):
@@ -38,7 +38,7 @@ def plans(rows, vocab, hidden=None):
 
 
 def large(rows, hidden, vocab, dtype, device):
-    """Logits of size 20, where neighbours in bfloat16 are 1/8 apart."""
+    """Arguments whose logits have size 20, where neighbours in bfloat16 are 1/8 apart."""
     made = arguments(rows, hidden, vocab, dtype, device)
     with torch.no_grad():
         made["weight"].mul_(10)
@@ -81,7 +81,8 @@ def test_without_gradients(device, dtype):
 @dtypes
 @pytest.mark.parametrize("size", [(300, 64, 1100), (150, 60, 513)], ids=str)
 def test_logits_of_16_bits_are_far_worse(device, dtype, size):
-    """At logits of size 20 at least 50 times; and 3 times in the gradients, which have roundings in 16 bits besides."""
+    """With logits of size 20, their errors are at least 50 times larger; in bf16, gradients' errors at least 3
+    times."""
     made = large(*size, dtype, device)
     exact = doubles(made)
     right = reference(**exact)[0]
@@ -103,7 +104,7 @@ def test_logits_of_16_bits_are_far_worse(device, dtype, size):
 @dtypes
 @pytest.mark.parametrize("chunk", [64, 20])
 def test_the_gradient_that_is_saved(device, dtype, chunk):
-    """The gradient of float32 logits, rounded once: half a unit in the last place, and what float32 is off by."""
+    """The gradient of float32 logits, rounded once: half a unit in the last place, plus the error of float32."""
     made = {name: t.detach() for name, t in large(64, 32, 300, dtype, device).items() if name != "bias"}
     of = LossArguments(
         **made, logits_dtype=torch.float32, gradients=DEFERRED, chunk_rows=chunk, chunk_classes=300, need_dweight=True
@@ -127,7 +128,7 @@ def test_a_bias_of_another_dtype_is_not_rounded(device, dtype):
 
 
 def test_under_autocast(device):
-    """Products of operands in bfloat16, of which the reference has the rounded values."""
+    """Products of operands in bfloat16; the reference uses the rounded operands."""
     made = arguments(256, 64, 700, device=device)
     for memory in (*plans(256, 700), "auto"):
         with torch.autocast(device.type, torch.bfloat16):
@@ -148,7 +149,8 @@ def test_under_autocast(device):
 
 @pytest.mark.parametrize("memory", [*plans(120, 300, 16), "auto"], ids=str)
 def test_again_in_a_checkpoint_and_in_other_chunks(device, memory):
-    """A second backward, a recomputed forward, listed rows: the same, or as near as other sizes of chunks are."""
+    """A second backward, a recomputed forward, and an explicit row count: equal up to the effect of other chunk
+    sizes."""
     made = arguments(120, 16, 300, torch.bfloat16, device)
 
     def step(**made):
@@ -230,7 +232,7 @@ def test_other_dtypes(dtype, logits_dtype, error, message):
 
 
 def plan_and_bytes(device, step, memory):
-    """The call, the plan it took, and the most bytes it asked for."""
+    """The call, the plan that was used, and the most bytes that it allocated."""
     found = []
 
     def noted(call, memory):
@@ -246,7 +248,7 @@ def plan_and_bytes(device, step, memory):
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, True, False), (False,) * 3])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_memory_that_is_taken(device, needs, autocast):
-    """It is that of the plan's trace, and a number of bytes is kept to."""
+    """The memory equals that of the plan's trace, and a number of bytes is not exceeded."""
     rows, vocab = 500, 3001
     made = arguments(rows, 64, vocab, torch.float32 if autocast else torch.bfloat16, device)
     for name, need in zip(("x", "weight", "bias"), needs, strict=True):
@@ -267,7 +269,7 @@ def test_the_memory_that_is_taken(device, needs, autocast):
         traced = _loss_plan.costs(call, [plan])[0].bytes
         assert call.wide_logits
         matmuls, _ = _C.loss_trace(_loss_plan._traced(call), plan, *_loss_plan.device(call))
-        # On a CPU, matmuls of 16-bit operands may allocate copies of those inside torch.
+        # On a CPU, torch may copy the 16-bit operands of a matmul.
         copies = max(2 * (k + 64) * (m + n + 128) for m, n, k, *_ in matmuls) + (1 << 18)
         copies = 0 if device.type == "cuda" else copies
         assert traced - copies - beside - call.copies <= taken <= traced
@@ -277,7 +279,7 @@ def test_the_memory_that_is_taken(device, needs, autocast):
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("logits_dtype", [None, torch.float32])
 def test_a_late_gradient_of_the_entropy_keeps_to_the_forwards_chunks(device, logits_dtype, frozen):
-    """Where it computes logits again, it does so for as few rows, and classes, at a time as the forward had."""
+    """A backward that recomputes logits does so for at most as many rows and classes at a time as the forward."""
     made = arguments(300, 64, 3001, torch.bfloat16, device, bias=False)
     made["weight"].requires_grad_(not frozen)
     for memory in (SMALLEST, Plan(int(_C.Gradients.recomputed), 40, 3001)):
@@ -308,7 +310,7 @@ def test_bytes_in_a_graph(device, dynamic):
 
 
 def test_the_levels_of_models():
-    """On an H100, a chunk of rows exists in float32, not all."""
+    """On an H100 only a chunk of rows exists in float32 at a time."""
     bf16 = torch.bfloat16
     h100 = _loss_devices.device_with(_C.profile("H100"))
     for rows, hidden, vocab in ((8192, 2304, 256_000), (8192, 1024, 151_936), (32_768, 2048, 128_256)):
@@ -321,7 +323,7 @@ def test_the_levels_of_models():
 
 @pytest.mark.parametrize("at", [CPU, *GPUS], ids=lambda at: f"device {at}")
 def test_what_frozen_weights_and_no_gradients_take(at):
-    """A chunk's logits in float32, and if there are gradients, those of the chunk in 16 bits."""
+    """A chunk's logits in float32, and, with gradients, the chunk's gradients in 16 bits."""
     rows, hidden, vocab, chunk = 1024, 64, 12_800, 128
     bf16 = torch.bfloat16
     call = Call(rows, hidden, vocab, bf16, bf16, bf16, at, dweight=False, per_row=True)
@@ -337,7 +339,7 @@ def test_what_frozen_weights_and_no_gradients_take(at):
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
 @pytest.mark.parametrize("share", [1, 0.5, 0])
 def test_every_size_that_is_overlaid(device, size, share):
-    """Of all classes, and of some, whose logits the backward makes again."""
+    """Overlaid plans that store all classes, and some: the backward recomputes the logits of the others."""
     plan = overlaid(size, share, torch.bfloat16, torch.bfloat16)
     if plan is None:
         return

@@ -1,5 +1,5 @@
-"""Preference and RL losses: values and gradients against their definitions, written out number by number in float64;
-and edges where upstream's are wrong. tests/test_losses_heads.py has the modules with a head."""
+"""Preference and RL losses: values and gradients compared with their definitions, written out per element in float64,
+and edge cases that upstream computes wrongly. tests/test_losses_heads.py tests the modules with a head."""
 
 import itertools
 import math
@@ -24,7 +24,7 @@ def log_s(x):
 
 
 def judge(found, expected, *leaves):
-    """Values, and the gradients of a sum with weights of both signs."""
+    """Compares values, and the gradients of a weighted sum with weights of both signs."""
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     up = normal(*found.shape, dtype=torch.float64, seed=9)
     both = (torch.autograd.grad(t, leaves, up, retain_graph=True) for t in (found, expected))
@@ -71,7 +71,7 @@ def test_all_types_are_tested():
 
 @pytest.mark.parametrize("loss_type", DEFINITIONS)
 def test_dpo_far_from_the_reference(loss_type):
-    """Differences that overflow an exponential."""
+    """Differences whose exponential overflows."""
     chosen = torch.tensor([0.0, -3e4, -1.0, -4e3], requires_grad=True)
     rejected = torch.tensor([-3e4, 0.0, -1.0, -2e3], requires_grad=True)
     loss = losses.dpo_loss(chosen, rejected, beta=1.0, loss_type=loss_type, label_smoothing=0.1)
@@ -102,7 +102,7 @@ def test_orpo():
     odds = [p.exp() / (1 - p.exp()) for p in (chosen, rejected)]
     found = losses.orpo_loss(chosen, rejected, beta=BETA)
     judge(found, -BETA * torch.log(s(torch.log(odds[0] / odds[1]))), chosen, rejected)
-    with torch.no_grad():  # probabilities that round to 1, and an answer without tokens
+    with torch.no_grad():  # probabilities that round to 1, and a log-probability of 0 (no tokens)
         for edge in (-1e-37, -1e-9, 0.0):
             close = torch.tensor([edge], requires_grad=True)
             with torch.enable_grad():
@@ -163,7 +163,7 @@ def rollout():
 
 
 def grpo_by_hand(log_probs, advantages, old, ref, sampling, kind, level, beta, delta, bias_correction, policy):
-    """Sequence by sequence and token by token."""
+    """grpo_loss, computed sequence by sequence and token by token."""
     low, high, total, each_sequence, n_all = 0.2, 0.3, 0.0, [], sum(LENGTHS)
     for b, n in enumerate(LENGTHS):
         log_ratios = [log_probs[b, t] - (old[b, t] if old is not None else log_probs[b, t].detach()) for t in range(n)]
@@ -209,7 +209,7 @@ def grpo_by_hand(log_probs, advantages, old, ref, sampling, kind, level, beta, d
 KINDS = "grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"
 
 
-OF_SEQUENCES = 4  # the variant whose ratio is one of each sequence
+OF_SEQUENCES = 4  # the variant with one ratio per sequence
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,8 @@ def test_grpo(kind, variant):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_has_no_effect(kind):
-    """NaN and infinities behind the mask, and garbage where an advantage is 0, in values and gradients."""
+    """NaN and infinities in masked positions, and extreme ratios where the advantage is 0, leave values and gradients
+    finite and equal."""
     log_probs, old, ref, advantages, mask = rollout()
     options = {"loss_type": kind, "max_completion_length": 10}
     given = {"old_log_probs": old, "ref_log_probs": ref, "beta": 0.1, "sampling_ratio": ref.exp() + 0.5}
@@ -266,7 +267,7 @@ def test_padding_has_no_effect(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sequences", [False, True])
 def test_padding_of_constants_has_no_effect(kind, sequences):
-    """Of advantages, of a correction and of a mask; of a whole sequence, or of single tokens."""
+    """Padding in advantages, sampling ratio and policy mask; of a whole sequence, or of single tokens."""
     log_probs, old, ref, advantages, mask = rollout()
     if sequences:
         mask = mask & torch.tensor([True, True, False, True])[:, None]
@@ -299,7 +300,7 @@ def test_a_ratio_that_overflows(kind, advantage):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("each_token", [False, True])
 def test_grpo_targets(kind, each_token):
-    """The tokens that they ignore change neither the loss nor its gradient."""
+    """Ignored tokens change neither the loss nor its gradient."""
     log_probs, old, _, advantages, mask = rollout()
     if each_token:
         advantages = advantages[:, None] * torch.tensor([1.0, 0, 1, 0, 0, 1]).double()

@@ -1,4 +1,4 @@
-"""The losses' modules with a head against logits as a whole; the names by which other libraries call them."""
+"""The losses' modules with a head, compared with losses of full logits; and the names that other libraries call."""
 
 import sys
 import types
@@ -24,7 +24,7 @@ def head(answers=4, tokens=7, hidden=16, vocab=50, device="cpu"):
 
 
 def whole(x, weight, target, bias=None):
-    """Log-probabilities from logits as a whole, 0 where the target is ignored, and the logits."""
+    """Log-probabilities from full logits, 0 where the target is ignored, and the logits."""
     logits = torch.nn.functional.linear(x, weight, bias)
     log_probs = logits.log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0]
     return torch.where(target == -100, 0.0, log_probs), logits.detach()
@@ -128,11 +128,11 @@ def test_a_module_of_logits_in_float32():
         )[1][0]
         for logits_dtype in (None, torch.float32)
     ]
-    assert found[1] < 1e-8 < 1e-4 < found[0]  # the divergence from the same model
+    assert found[1] < 1e-8 < 1e-4 < found[0]  # the KL divergence from the same model
 
 
 def test_modules_leave_out_what_has_no_effect():
-    """Ignored positions, and those without an advantage, are not in the head's matmul."""
+    """The head's matmul excludes ignored positions, and positions with advantage 0."""
     x, weight, _, _, target = head(answers=4, tokens=32)
     target[:, 8:] = -100
     advantages = torch.tensor([1.0, 0.0, 0.0, 0.0])
@@ -149,7 +149,7 @@ def test_modules_leave_out_what_has_no_effect():
 
 
 def test_rows_are_counted_once(monkeypatch):
-    """A reference has the policy's targets. On a GPU each count is a wait."""
+    """The reference model has the policy's targets. On a GPU each count synchronises with the device."""
     calls = []
     monkeypatch.setattr(preference_heads, "count_rows", lambda *args: calls.append(args) or F.count_rows(*args))
     x, weight, _, (ref_x, ref_weight), target = head()
@@ -200,7 +200,7 @@ def test_bad_calls_of_modules():
 
 
 def test_functions_of_liger_kernel():
-    """Each takes upstream's positional arguments, and computes as its module does."""
+    """Each function takes upstream's positional arguments, and its results equal its module's."""
     x, weight, bias, (ref_x, ref_weight), target = head()
     mask, ids, ones = target != -100, target.clamp(min=0), torch.ones(4, dtype=torch.bool)
     advantages, old = torch.tensor([1.0, -0.5, 0.3, 2.0]), whole(x, weight, target, bias)[0].detach() + 0.1
@@ -247,7 +247,7 @@ def test_functions_of_liger_kernel():
 
 
 def test_scaled_cross_entropy_of_liger_kernel():
-    """verl calls it."""
+    """verl calls this function."""
     x, weight, _, _, target = head(answers=1, tokens=20)
     x, target, ids = x[0], target[0], torch.tensor([3, 3, 0, 49])
     with compat.install():
@@ -264,7 +264,7 @@ def test_scaled_cross_entropy_of_liger_kernel():
 
 
 class _OfVerl(torch.autograd.Function):
-    """A function with the signature of verl's. Its results are sums of the hidden states."""
+    """A function with the signature of verl's, whose results are sums of the hidden states."""
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, temperature=1.0, reduction="none", dist_process_group=None):
@@ -287,7 +287,7 @@ def test_verl(of_verl):
     x, weight, _, _, target = head(answers=1, tokens=20)
     with verl.install(), verl.install():
         log_probs, entropy = of_verl.linear_cross_entropy(x, weight, target, 0.7, "none")
-        assert of_verl.linear_cross_entropy(x, weight, target, 0.7, "sum")[0].equal(x.sum(-1).view(-1))  # verl's own
+        assert of_verl.linear_cross_entropy(x, weight, target, 0.7, "sum")[0].equal(x.sum(-1).view(-1))  # unchanged
     expected = whole(x[0] / 0.7, weight, target[0])[0]
     assert log_probs.shape == entropy.shape == (20,)
     check(log_probs.sum(), expected.sum(), x, weight)

@@ -1,4 +1,4 @@
-"""Feed-forward layers of families, one by one: each class of transformers against ours."""
+"""Feed-forward layers of model families, one by one: each class of transformers compared with our patch."""
 
 import copy
 import importlib
@@ -16,8 +16,8 @@ from liger_ext.models.modules import mlp
 from liger_ext.models.patches import find_patch
 
 SIZES = dict(hidden_size=32, intermediate_size=48, hidden_act="silu", mlp_bias=True)
-LIMITS = dict(swiglu_limit=0.7, swiglu_alpha=1.7)  # which some values are beyond
-# By module and class: what its configuration has (None: there is none), and the constructor's other arguments.
+LIMITS = dict(swiglu_limit=0.7, swiglu_alpha=1.7)  # limits that some values exceed
+# By module and class: configuration options (None: no configuration), and the constructor's other arguments.
 CLASSES = {
     "beam.BeamMLP": ({}, ()),
     "bitnet.BitNetMLP": (dict(rms_norm_eps=1e-5), ()),
@@ -68,7 +68,7 @@ def patched(stock):
 
 
 def results(module, x):
-    """Of a forward and a backward."""
+    """Output and gradients, from one forward and one backward."""
     x = x.clone().requires_grad_()
     module.zero_grad()
     torch.manual_seed(1)  # for dropout
@@ -85,7 +85,7 @@ def assert_equals_stock(stock, ours, x):
     for name, expected in results(stock, x).items():
         assert found[name].dtype == expected.dtype and found[name].shape == expected.shape
         if expected.numel() == 1 and expected.dtype is torch.bfloat16:
-            continue  # chance makes one number good or bad
+            continue  # the error of a single number is random
         bound = 1.5 * distance(expected, reference[name]) + rounding(expected.dtype)
         assert distance(found[name], reference[name]) <= bound, name
 
@@ -99,13 +99,13 @@ def test_equals_stock(device, name, dtype):
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_random_numbers_are_those_of_stock(device, name):
-    """Dropout in adapters: who is called first, draws first."""
+    """Dropout in adapters draws its random numbers in the order in which the adapters are called."""
     stock = made(name, device)
     for child, linear in list(stock.named_children()):
         if isinstance(linear, nn.Linear):
             setattr(stock, child, nn.Sequential(nn.Dropout(), linear))
     for dropout in (module for module in stock.modules() if isinstance(module, nn.Dropout)):
-        dropout.p = 0.5  # its own as well
+        dropout.p = 0.5  # includes the MLP's dropout
     x = normal(2, 7, 32, seed=1).to(device)
     found, expected = results(patched(stock), x), results(stock, x)
     for key, value in expected.items():
@@ -123,7 +123,7 @@ def test_most_columns_of_a_gate_may_be_zero(device):
 
 
 def test_a_projection_of_another_dtype(device):
-    """As adapters may make them: the unit is then torch's, which promotes."""
+    """As adapters may return it: torch then computes the gated activation, with type promotion."""
     stock = made("lfm2.Lfm2MLP", device)
     stock.w3 = nn.Sequential(stock.w3, Cast(torch.bfloat16))
     x = normal(2, 7, 32, seed=1).to(device)
@@ -200,7 +200,7 @@ WRONG = [
 
 @pytest.mark.parametrize("name, cls, attribute, value", WRONG)
 def test_a_wrong_entry_would_be_found(monkeypatch, name, cls, attribute, value):
-    made(name)  # or skips
+    made(name)  # skips where the class does not exist
     monkeypatch.setattr(patch_named(cls), attribute, value)
     with pytest.raises(AssertionError):
         test_equals_stock(torch.device("cpu"), name, torch.float32)

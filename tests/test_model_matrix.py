@@ -1,10 +1,10 @@
-"""Patched and stock Llamas in every way that settings of training meet: attention, heads, checkpointing, torch.compile,
+"""Patched and stock Llamas with all settings that training combines: attention, heads, checkpointing, torch.compile,
 precision, batch layout.
 
-Each case compares loss and every gradient of a patched model with those of a stock model of the same weights, by the
-rule of `llama_models`: the patched model may be as far from a float64 model as the stock model is, within a factor.
-The stock model is neither checkpointed nor compiled, which changes no value. The cases are those of an all-pairs
-design; LIGER_EXT_MODELS=full (`make test-models`) runs all combinations.
+Each case compares loss and all gradients of a patched model with those of a stock model with the same weights, by the
+rule of `llama_models`: the patched model's distance to a float64 model is at most a factor times the stock model's.
+The stock model is neither checkpointed nor compiled; neither changes its values. The cases form an all-pairs design;
+LIGER_EXT_MODELS=full (`make test-models`) runs all combinations.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 LAYERS = 2
-# What is tested of torch.compile is the graph: what Dynamo and AOTAutograd make of our ops and of checkpoints around
-# them. Inductor's code for it takes ten times as long and is tests/test_llama_compile.py's subject.
+# The cases with torch.compile test the graph that Dynamo and AOTAutograd build of our ops and of the checkpoints around
+# them. Inductor's code generation takes ten times as long; tests/test_llama_compile.py tests it.
 BACKEND = "aot_eager_decomp_partition"
 
 SDPA = {"math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION}
@@ -41,14 +41,14 @@ ATTENTION = {
     "cpu": ("eager", *SDPA),  # flex_attention has no backward on CPUs
     "cuda": ("eager", *SDPA_OF_GPU, "flex_attention"),
 }
-DTYPES = {  # the model's, and the parts that are in fp32 even so; autocast computes in bf16
+DTYPES = {  # the model's dtype, and the parts in fp32; autocast computes in bf16
     "fp32": (torch.float32, ()),
     "bf16": (torch.bfloat16, ()),
     "autocast": (torch.float32, ()),
     "fp32 head": (torch.bfloat16, ("model.norm", "lm_head")),
     "fp32 norms, autocast": (torch.bfloat16, ("norm",)),
 }
-KEY_VALUE_HEADS = {"mha": 4, "gqa": 2, "mqa": 1}  # for 4 heads of queries
+KEY_VALUE_HEADS = {"mha": 4, "gqa": 2, "mqa": 1}  # for 4 query heads
 
 
 def factors(device_type):
@@ -82,12 +82,12 @@ def test_case(device, case):
     with attention_of(case["attention"]):
         result = step(model, batch_of(device, case["layout"]), forward)
     assert_as_good(result, expected, reference)
-    if not case["compiled"]:  # else these are calls of the tracer
-        assert len(calls) == LAYERS * (1 if case["checkpoint"] == "none" else 2), "not computed again in the backward"
+    if not case["compiled"]:  # when compiled, the tracer makes these calls
+        assert len(calls) == LAYERS * (1 if case["checkpoint"] == "none" else 2), "no recomputation"
 
 
 def output_and_hidden_states(output):
-    """A loss that depends on hidden states also as what the model returns of them."""
+    """A loss that also depends on the hidden states that the model returns."""
     return output.loss + sum(states.square().mean() for states in output.hidden_states)
 
 
@@ -117,13 +117,13 @@ def test_every_pair_of_settings_is_in_a_case(device_type):
     for first, second in itertools.combinations(settings, 2):
         found = {(case[first], case[second]) for case in chosen}
         assert found == set(itertools.product(settings[first], settings[second])), (first, second)
-    assert len(chosen) <= 2 * 5 * len(ATTENTION["cuda"]), "hardly fewer than all of them"
+    assert len(chosen) <= 2 * 5 * len(ATTENTION["cuda"]), "the all-pairs design has too many cases"
     assert chosen == pairwise(product(settings))
 
 
 @functools.cache
 def expected_of(device, attention, heads, dtype, layout):
-    """A stock model, its results, and those of a float64 model."""
+    """A stock model, its results, and the results of a float64 model."""
     of_all, in_fp32 = DTYPES[dtype]
     stock = build(
         device=device,
@@ -137,7 +137,7 @@ def expected_of(device, attention, heads, dtype, layout):
             module.float()
     batch = batch_of(device, layout)
     float64 = exact(stock)
-    float64.config._attn_implementation = "sdpa"  # eager attention has its softmax in fp32; Triton has no float64
+    float64.config._attn_implementation = "sdpa"  # eager attention computes softmax in fp32; Triton has no float64
     with attention_of("math"):
         reference = step(float64, batch)
     with attention_of(attention), autocast_of(dtype, device):
@@ -145,7 +145,8 @@ def expected_of(device, attention, heads, dtype, layout):
 
 
 def forward_of(model, case, device, loss_of=lambda output: output.loss):
-    """How the model is called: a function of the model and its batch that returns the loss."""
+    """Returns a function that calls the model on a batch and returns the loss; configures checkpoints and
+    compilation."""
     if case["checkpoint"] in CHECKPOINTS:
         checkpoint_layers(model, **CHECKPOINTS[case["checkpoint"]])
     callee = model
@@ -164,7 +165,7 @@ def forward_of(model, case, device, loss_of=lambda output: output.loss):
 
 
 def keep_products(context, op, *args, **kwargs):
-    """A selective checkpoint: results of matrix products are kept, all else is computed again."""
+    """Policy of a selective checkpoint: saves results of matrix products and recomputes all others."""
     kept = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -179,7 +180,8 @@ CHECKPOINTS = {
 
 
 def attention_of(attention):
-    """The backend, and math where it cannot do what is asked: GPUs' flash attention has neither masks nor fp32."""
+    """Selects the backend, and math for calls that it does not support: GPUs' flash attention has neither masks nor
+    fp32."""
     backend = SDPA_OF_GPU.get(attention)
     if backend is None:
         return contextlib.nullcontext()
@@ -191,18 +193,18 @@ def autocast_of(dtype, device):
 
 
 def batch_of(device, layout):
-    """Three rows of eleven positions. What comes of padding is not looked at: attention without any key is whatever its
-    implementation makes of it."""
+    """Three rows of eleven positions. Results at padding are not compared: attention without any key depends on the
+    implementation."""
     ids = tokens(3, 11, device=device)
     labels = ids.clone()
     labels[0, 3:5] = -100
     position = torch.arange(11, device=device)
     lengths = torch.tensor([[11], [9], [6]], device=device)
     batch = dict(input_ids=ids, labels=labels, use_cache=False)
-    if layout == "packed":  # each row is two sequences
+    if layout == "packed":  # each row holds two sequences
         batch["position_ids"] = torch.where(position < lengths - 4, position, position - (lengths - 4))
     elif layout != "full":
         mask = position < lengths if layout == "right" else position >= 11 - lengths
-        judged = mask & mask.roll(1, dims=1)  # by its predecessor
+        judged = mask & mask.roll(1, dims=1)  # the predecessor predicts the label
         batch.update(attention_mask=mask.long(), labels=labels.where(judged, -100))
     return batch

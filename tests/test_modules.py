@@ -1,4 +1,4 @@
-"""Modules and upstream's function names: every option reaches the function that it names, bit for bit."""
+"""Modules, and functions with upstream's names: every option reaches its function, with bit-identical results."""
 
 import copy
 import inspect
@@ -78,7 +78,7 @@ GEMMAS = dict(offset=1.0, casting_mode="gemma")
 def test_norms_of_families(name, argument, first, options):
     module = getattr(liger_ext, f"LigerRMSNormFor{name}")(**{argument: 24}, eps=0.1)
     assert torch.equal(module.weight, torch.full((24,), first))
-    x = normal(5, 24).bfloat16()  # so that where it is rounded counts
+    x = normal(5, 24).bfloat16()  # bf16, so that the position of a rounding matters
     module = perturbed(module).bfloat16()
     same(module(x), F.rms_norm(x, module.weight, 0.1, **options))
 
@@ -121,7 +121,7 @@ def test_mlps_of_families():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_experts(device, dtype):
-    """Against a loop over tokens in float64: experts without tokens, slots of nobody, weights in fp32."""
+    """Compared with a loop over tokens in float64: experts without tokens, slots without an expert, weights in fp32."""
     config = SimpleNamespace(hidden_size=16, moe_intermediate_size=24, hidden_act="silu", num_experts=5)
     module = perturbed(liger_ext.LigerExperts(config)).to(device, dtype)
     x = normal(7, 16).to(device, dtype).requires_grad_()
@@ -164,7 +164,7 @@ def test_mlps():
 
 @pytest.mark.parametrize("left_out", [None, *LOSS, "weight"])
 def test_cross_entropy(left_out):
-    """Each option alone back at its default, so that no two can be exchanged or dropped unseen."""
+    """Each option in turn has its default value, so that an exchanged or dropped option is found."""
     options = {k: v for k, v in {**LOSS, "weight": CLASSES}.items() if k != left_out}
     expected = F.cross_entropy(LOGITS, TARGET, **options)
     module = liger_ext.LigerCrossEntropyLoss(**options)
@@ -238,7 +238,7 @@ def test_modules_are_copied_and_printed():
 
 @pytest.mark.parametrize("path", ["its own", "liger_ext.modules"])
 def test_modules_saved_whole_load_again(path, monkeypatch, tmp_path):
-    """Also those that are called liger_ext.modules.<name> in the file, as they were when their classes were there."""
+    """Also modules whose file names their class liger_ext.modules.<name>, the former location of the classes."""
     assert {type(module).__name__ for module in MODULES} == set(liger_ext.modules.__all__)
     with monkeypatch.context() as patch:
         if path != "its own":

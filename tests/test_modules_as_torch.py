@@ -1,4 +1,4 @@
-"""Modules are made, initialised, loaded, copied and saved as those of torch.nn are."""
+"""Modules are constructed, initialised, loaded, copied and saved like those of torch.nn."""
 
 import copy
 import io
@@ -31,7 +31,7 @@ def state_is(module, other):
 
 
 def called(module):
-    """In fp32, on an input that fits any of them."""
+    """Output for a random fp32 input that fits all modules here."""
     x = normal(5, 24)
     with torch.no_grad():
         return module(x, normal(5, 24, seed=1)) if isinstance(module, LigerFusedAddRMSNorm) else (module(x),)
@@ -73,7 +73,7 @@ def test_a_norm_is_copied_pickled_and_saved(cls, sizes):
     torch.save(module, file)
     file.seek(0)
     older = copy.deepcopy(module)
-    del older.__dict__["init_fn"]  # which modules did not keep once
+    del older.__dict__["init_fn"]  # older modules did not store it
     copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module)), torch.load(file, weights_only=False), older]
     for copied in copies:
         assert type(copied) is cls and repr(copied) == repr(module)
@@ -116,7 +116,7 @@ def test_states_of_torch_load_in_both_directions(module, theirs):
 
 
 def test_a_group_norm_without_a_bias():
-    """torch.nn.GroupNorm takes ``bias=False`` in newer releases alone."""
+    """Only newer releases of torch.nn.GroupNorm accept ``bias=False``."""
     module = LigerGroupNorm(24, 3, with_bias=False)
     module.load_state_dict({"weight": normal(24)})
     assert torch.equal(*called(module), F.group_norm(normal(5, 24), 3, normal(24)))
@@ -293,7 +293,7 @@ def test_a_softmax_pickled_before_it_had_a_dimension():
 def test_softmax_is_compiled(dim):
     module, x = LigerSoftmax(dim), normal(3, 24)
     compiled = torch.compile(lambda x: (F.softmax(x, dim=dim), module(x)), fullgraph=True, backend="aot_eager")
-    for rows in (3, 4, 5):  # from the second one on with a symbol
+    for rows in (3, 4, 5):  # symbolic from the second call on
         x = normal(rows, 24)
         assert all(torch.equal(y, F.softmax(x)) for y in compiled(x))
     wrong = torch.compile(lambda x: F.softmax(x, dim=0), fullgraph=True, backend="aot_eager")

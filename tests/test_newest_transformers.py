@@ -1,4 +1,4 @@
-"""The table of known code on the newest transformers of the package index: a report of what its users will miss."""
+"""The table of known code on the newest transformers of the package index: reports which of its code is not known."""
 
 import os
 import re
@@ -13,7 +13,7 @@ import liger_ext
 
 @pytest.mark.slow
 def test_report(tmp_path, capsys):
-    """Only a report that cannot be made fails. What became unknown is printed."""
+    """Fails only if the report cannot be computed. Prints the code that is no longer known."""
     install = [
         sys.executable,
         "-m",

@@ -1,6 +1,7 @@
-"""The normal form of a function's source: the same in every Python, and another wherever what is computed may be.
+"""The normal form of a function's source: equal in every Python version, and different wherever the function's result
+may differ.
 
-With LIGER_EXT_MODELS=full (`make test-models`) all models of transformers are read, and else every fifth.
+With LIGER_EXT_MODELS=full (`make test-models`) the test reads all models of transformers, and otherwise every fifth.
 """
 
 import ast
@@ -17,7 +18,7 @@ import transformers
 from liger_ext.models.patching import source
 from liger_ext.models.recognise import normal_form
 
-# Which functions of transformers are recognised by their code, roughly: by what they are called.
+# Patterns of the names of classes and functions that are typically recognised by their code.
 CLASSES = re.compile(r"(Norm\w*|MLP|Mlp|Experts|Layer|Attention|ForCausalLM|ForConditionalGeneration)$")
 FUNCTIONS = re.compile(r"apply_rotary_|rotate_half|ForCausalLMLoss|fixed_cross_entropy|slice_logits_to_keep")
 METHODS = "forward", "_norm", "_apply_gate"
@@ -47,7 +48,7 @@ print(json.dumps(found))
 
 
 def pythons() -> dict[str, str]:
-    """The other Pythons of this machine that liger_ext supports, by their versions."""
+    """{version: path} of this machine's other Pythons that liger_ext supports."""
     folders = [*map(Path, os.environ["PATH"].split(os.pathsep)), *Path(sys.base_prefix).parent.glob("*/bin")]
     others = [f"3.{minor}" for minor in range(10, 20) if minor != sys.version_info.minor]
     found = {v: [f / f"python{v}" for f in folders if (f / f"python{v}").exists()] for v in others}
@@ -60,7 +61,7 @@ def _runs(python: Path) -> bool:
 
 
 def sources_of_transformers() -> list[str]:
-    """Of its models: functions that are recognised by their code, and functions that look like them."""
+    """Functions of transformers' models that are recognised by their code, and functions with similar names."""
     folder = Path(transformers.__file__).parent
     paths = sorted(folder.glob("models/*/modeling_*.py"))[::STEP]
     found = {}

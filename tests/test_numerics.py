@@ -1,4 +1,4 @@
-"""The table of docs/numerics.md: its lines are within the bound, and it is what the command makes of them."""
+"""The table of docs/numerics.md: its lines are within the bound, and the command generates it from them."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def test_every_line_keeps_the_bound():
     per_platform = {}
     for line in lines:
         per_platform.setdefault(line["platform"], set()).add((line["op"], line["dtype"]))
-    assert len({frozenset(cells) for cells in per_platform.values()}) == 1  # no platform leaves one out
+    assert len({frozenset(cells) for cells in per_platform.values()}) == 1  # every platform has all ops
     assert {op for op, _ in per_platform["CPU baseline"]} == {op for op, record in OPS.items() if record.kernels == op}
 
 
@@ -70,14 +70,14 @@ def test_lines_of_several_machines_are_columns(lines_of, tmp_path):
     assert numerics.main(["join", str(all_lines), lines_of("one", 0.25), lines_of("two", 0.5)]) == 0
     page = all_lines.with_suffix(".md").read_text()
     assert "| op | dtype | one | two |" in page and "| rope | float32 | 0.25 (dq) | 0.50 (dq) |" in page
-    # Measured again: in place of the old line.
+    # A repeated measurement replaces the old line.
     assert numerics.main(["join", str(all_lines), lines_of("one", 0.75)]) == 0
     assert "| rope | float32 | 0.75 (dq) | 0.50 (dq) |" in all_lines.with_suffix(".md").read_text()
     assert len(all_lines.read_text().splitlines()) == 2
 
 
 def test_the_host_target_is_measured_at_both_widths(monkeypatch):
-    """One process each, as for the CPU's instruction sets."""
+    """One process per warp width, as for the CPU's instruction sets."""
     asked = []
 
     def run(command, env, **_):

@@ -1,4 +1,4 @@
-"""Export to ONNX, of which our ops are no part: a patched model is exported as the unpatched one is."""
+"""Export to ONNX, which excludes our ops: the graph of a patched model equals the unpatched model's."""
 
 import copy
 import io
@@ -25,14 +25,14 @@ FAMILIES = "llama", "cohere2", "gemma2", "glm4", "granite", "mixtral", "phi3", "
 
 
 def exported(model, *args, dynamo=True, **kwargs):
-    """The model of `onnx`."""
+    """The exported model, loaded by `onnx`."""
     file = io.BytesIO()
     torch.onnx.export(model, args, file, kwargs=kwargs, dynamo=dynamo, verbose=False)
     return onnx.load_from_string(file.getvalue())
 
 
 def assert_same_graph(found, expected):
-    """Compares nodes, edges and weights. The names of values may differ."""
+    """Compares nodes, edges and weights. Names of values may differ."""
     graphs = []
     for model in (found, expected):
         numbers = {}
@@ -49,14 +49,14 @@ def assert_same_graph(found, expected):
 
 @pytest.mark.parametrize("dynamo", [True, False])
 def test_layers(dynamo):
-    """By both exporters: the earlier one records what runs, and cannot do a whole Llama."""
+    """With both exporters: the older one traces, and cannot export a whole Llama."""
     model = build(num_hidden_layers=1).eval()
     layer = model.model.layers[0]
     x, layers = torch.randn(2, 3, 64), nn.Sequential(layer.input_layernorm, layer.mlp)
     expected = exported(layers, x, dynamo=dynamo)
     with apply_liger_kernel_to_llama(model=model):
         found = exported(layers, x, dynamo=dynamo)
-        assert {"rms_norm", "glu"} <= ops(layers, input=x)  # nothing stays switched off
+        assert {"rms_norm", "glu"} <= ops(layers, input=x)  # after the export our ops run again
         assert_same_graph(found, expected)
         (y,) = reference.ReferenceEvaluator(found).run(None, {found.graph.input[0].name: x.numpy()})
         torch.testing.assert_close(torch.from_numpy(y), layers(x).detach(), rtol=1e-4, atol=1e-4)
@@ -64,7 +64,7 @@ def test_layers(dynamo):
 
 @pytest.mark.parametrize("family", ALL)
 def test_no_op_of_ours_runs(family, monkeypatch):
-    """Whatever a family has, as it is while a graph for ONNX is made."""
+    """For every family, with torch's flags of an ONNX export set."""
     stock = family_models.build(family, num_hidden_layers=2, output_router_logits=False).eval()
     family_models.set_experts(stock, "batched_mm")
     model = family_models.patched(stock, layer_norm=True) if family == "starcoder2" else family_models.patched(stock)
@@ -83,7 +83,7 @@ def test_no_op_of_ours_runs(family, monkeypatch):
 def test_models(family):
     stock = (build() if family == "llama" else family_models.build(family)).eval()
     if family in ("mixtral", "qwen3_moe"):
-        stock.set_experts_implementation("batched_mm")  # transformers exports no other
+        stock.set_experts_implementation("batched_mm")  # the only implementation that transformers exports
     model = copy.deepcopy(stock)
     apply_liger_kernel_to_instance(model)
     ids = tokens(2, 7)

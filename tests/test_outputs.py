@@ -1,4 +1,4 @@
-"""What a training step without logits returns: the loss, and errors that name what an unpatched model would return."""
+"""Outputs of a training step without logits: the loss, and errors that name what an unpatched model would return."""
 
 import copy
 import dataclasses
@@ -18,7 +18,7 @@ CACHE = r"no (past_key_values|cache): .*model\(\.\.\., use_cache=True\)"
 
 
 def test_reading_what_was_not_made():
-    """Whoever reads it is told how to get it; what goes through an output is not."""
+    """Reading raises an error that states how to request it; copying or unpickling an output does not."""
     model, batch = patched(build(tie_word_embeddings=False)).train(), batch_of("cpu")
     output = model(**batch)
     for name, message in dict(logits=LOGITS, past_key_values=CACHE).items():
@@ -38,7 +38,7 @@ def test_reading_what_was_not_made():
 
 
 def test_what_was_not_made_can_be_set():
-    """To None by who frees memory before the backward; to logits by who has made some."""
+    """To None, by code that frees memory before the backward; to logits, by code that computed them."""
     output = patched(build()).train()(**batch_of("cpu"))
     output.logits = output.past_key_values = None
     assert output.logits is None and output.past_key_values is None and list(output) == ["loss"]
@@ -55,7 +55,7 @@ def test_what_was_not_made_can_be_set():
 
 @pytest.mark.parametrize("options", [{}, dict(use_cache=True), dict(use_cache=False)], ids=str)
 def test_pickled_outputs(options):
-    """Each of the classes is found again by its name."""
+    """Unpickling finds each output class by its name."""
     output = patched(build()).train()(**batch_of("cpu"), **options, output_hidden_states=True)
     buffer = io.BytesIO()
     torch.save(output, buffer)
@@ -68,7 +68,7 @@ def test_pickled_outputs(options):
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize("use_cache", [None, True])
 def test_places_are_those_of_an_unpatched_model(family, use_cache):
-    """Mixtral's have the auxiliary loss between the loss and the logits."""
+    """Mixtral's outputs have the auxiliary loss between the loss and the logits."""
     stock = build().train() if family == "llama" else family_models.build(family, "cpu").train()
     batch = batch_of("cpu") | dict(output_hidden_states=True, use_cache=use_cache)
     if family == "mixtral":
@@ -103,13 +103,13 @@ def test_a_cache_where_one_is_asked_for(device, asked):
     made = model(**batch, use_cache=asked)
     assert (not made.keys().isdisjoint(CACHES)) == (asked is True)
     assert hasattr(made, "past_key_values") == (asked is not None)
-    # With logits, a step is in every way that of an unpatched model.
+    # With logits, a step returns exactly what an unpatched model returns.
     assert (model(**batch, use_cache=asked, skip_logits=False).past_key_values is not None) == (asked is not False)
     cache = model.eval()(batch["input_ids"], use_cache=True).past_key_values
     assert model(**batch, use_cache=asked).past_key_values is not None or asked is False
     longer = model.train()(**batch, past_key_values=cache, use_cache=asked).past_key_values
     assert cache.get_seq_length() == 2 * batch["input_ids"].shape[1]
-    assert longer is cache or asked is False  # which transformers 4 obeys here
+    assert longer is cache or asked is False  # transformers 4 returns no cache here
 
 
 @pytest.mark.parametrize("why", ["config", "checkpoints", "loss of the user's own"])
@@ -130,8 +130,8 @@ def test_the_cache_is_stocks_where_it_makes_none_or_is_called(device, why):
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3"])
 def test_truncated_backpropagation(device, family):
-    """A step is given the cache of the one before. Without `use_cache=True` an unpatched model hands it on, too: that
-    is an error here, and not a loss that has seen no past."""
+    """Each step receives the previous step's cache. Without `use_cache=True` an unpatched model returns it, too: here
+    reading it raises an error, instead of a loss that ignores the past."""
     stock = build(device=device).train() if family == "llama" else family_models.build(family, device).train()
     model = patched(stock) if family == "llama" else family_models.patched(stock)
     batch = batch_of(device, seq=12)

@@ -1,5 +1,5 @@
-"""Rows of several documents that are told by `position_ids` alone: whether these attend to each other is up to
-transformers, which keeps them apart where no cache of keys and values is made (4.53 on)."""
+"""Rows of several documents that only `position_ids` separate: patched models follow transformers, which masks
+documents from each other where it builds no cache of keys and values (since 4.53)."""
 
 import family_models
 import llama_models
@@ -13,7 +13,7 @@ FIRST = 6  # tokens of the first document
 
 
 def batch_of(device, seed=1):
-    """The labels are the second document's; the first one has other tokens for each seed."""
+    """Labels belong to the second document only; the first document's tokens depend on the seed."""
     ids = tokens(2, len(POSITIONS), device=device)
     ids[:, :FIRST] = tokens(2, FIRST, device=device, seed=seed)
     labels = ids.clone()
@@ -52,7 +52,7 @@ def test_in_checkpoints(device, use_reentrant, options):
 
 @pytest.mark.parametrize("family", ["gemma2", "mixtral", "qwen3"])
 def test_of_other_families(device, family):
-    """Of layers with a window, too."""
+    """Also with layers with a sliding window."""
     stock = family_models.build(family, device, num_hidden_layers=2)
     model, batch = family_models.patched(stock), batch_of(device)
     assert_same(step(model, batch), step(stock, batch))
@@ -60,7 +60,7 @@ def test_of_other_families(device, family):
 
 
 def test_positions_that_are_left_out(device):
-    """They begin no document: transformers lets all tokens before attend."""
+    """Gaps in the positions start no document: transformers lets a token attend to all previous ones."""
     stock = build(device=device).train()
     batch = llama_models.batch_of(device)
     positions = torch.arange(batch["labels"].shape[1], device=device) * 2
@@ -69,7 +69,7 @@ def test_positions_that_are_left_out(device):
 
 
 def test_no_cache_where_positions_tell_nothing(device):
-    """With a mask, or without positions, a training step makes none, unless it is asked for one."""
+    """With a mask, or without positions, a training step builds no cache unless use_cache=True."""
     model, batch = patched(build(device=device).train()), batch_of(device)
     mask = torch.ones_like(batch["input_ids"])
     assert "past_key_values" not in model(**batch, attention_mask=mask)

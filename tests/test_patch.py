@@ -1,4 +1,4 @@
-"""The mechanism of patching: what is swapped, what is left alone, and that undoing it leaves no trace."""
+"""How patching works: which classes it swaps, which it leaves alone, and that reverting leaves no trace."""
 
 import copy
 import functools
@@ -21,7 +21,7 @@ from liger_ext import apply_liger_kernel_to_llama
 from liger_ext.models.patching import forwards
 
 PATCHED = ("LlamaForCausalLM", "LlamaDecoderLayer", "LlamaAttention", "LlamaMLP", "LlamaRMSNorm")
-if hasattr(modeling_llama, "create_causal_mask"):  # before it, torch.compile got no mask in training
+if hasattr(modeling_llama, "create_causal_mask"):  # older versions pass torch.compile no mask in training
     PATCHED += ("LlamaModel",)
 
 
@@ -30,7 +30,7 @@ def classes(model):
 
 
 def traces(model):
-    """All state of the modules that a patch could touch."""
+    """All state of the modules that a patch could change."""
     return [(type(module), sorted(module.__dict__)) for module in model.modules()]
 
 
@@ -41,7 +41,7 @@ def global_state():
         (cls, key): dict(value) if type(value) is dict else value
         for cls in classes
         for key, value in vars(cls).items()
-        if "cache" not in key  # transformers' own, filled in when first asked for
+        if "cache" not in key  # transformers fills its caches on first use
     }
     return names, attributes, nn.functional.cross_entropy
 
@@ -77,7 +77,7 @@ def test_revert_is_complete():
     expected, result = step(stock, batch_of("cpu")), step(model, batch_of("cpu"))
     assert expected.keys() == result.keys()
     assert all(torch.equal(expected[name], result[name]) for name in expected)
-    handle.revert()  # harmless
+    handle.revert()  # reverting twice is harmless
     assert traces(model) == before
 
 
@@ -217,7 +217,7 @@ def test_subclasses():
     with pytest.warns(UserWarning, match="OwnForward has a forward of its own and is not patched"):
         handle = apply_liger_kernel_to_llama(model=model)
     assert type(model) is OwnForward
-    assert is_patched(model)  # its layers are
+    assert is_patched(model)  # its layers are patched
     torch.testing.assert_close(model(**batch_of("cpu")).loss, expected)
     handle.revert()
     with pytest.warns(UserWarning, match="PartialForward has a forward of its own and is not patched"):
@@ -268,7 +268,7 @@ def test_with_globals_keeps_decorators():
     assert forwards.with_globals(count, len=lambda items: 20)() == 42
     assert changed() == 22
     assert changed.__name__ == "count" and changed.__wrapped__ is not count.__wrapped__
-    with pytest.MonkeyPatch.context() as context:  # all other globals are those of the function, now and later
+    with pytest.MonkeyPatch.context() as context:  # other globals are looked up in the function's module at each call
         context.setattr(sys.modules[__name__], "PATCHED", ())
         assert forwards.with_globals(lambda: (len(PATCHED), os), os=3)() == (0, 3)
 

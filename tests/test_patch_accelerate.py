@@ -1,4 +1,4 @@
-"""Patching with accelerate, which every Trainer uses: it puts functions of its own around a model's forward."""
+"""Patching with accelerate, which every Trainer uses: accelerate wraps a model's forward with its own functions."""
 
 import copy
 
@@ -20,7 +20,7 @@ OURS = {"rms_norm", "add_rms_norm", "glu", "rope", "fused_linear_cross_entropy"}
 
 @pytest.fixture
 def accelerator(device, monkeypatch):
-    """One with mixed precision. Its settings outlive it, so that they are reset."""
+    """An accelerator with mixed precision. Its global state outlives it, so the fixture resets that state."""
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     reset = accelerate.state.AcceleratorState._reset_state
     reset(reset_partial_state=True)
@@ -33,7 +33,7 @@ def prepare(accelerator, model):
 
 
 def prepare_and_unwrap(accelerator, model):
-    """Without mixed precision again, but with a `forward` on the instance: the class's, less its decorators."""
+    """Removes mixed precision, but leaves a `forward` on the instance: the class's, without its decorators."""
     return accelerator.unwrap_model(accelerator.prepare(model), keep_fp32_wrapper=False)
 
 
@@ -74,13 +74,13 @@ def test_patch_and_revert_under_a_wrapper(accelerator, device, wrap, order):
         handle.revert()
         assert type(model) is modeling_llama.LlamaForCausalLM
         assert not ops(model, **batch_of(device))
-        output = model(**batch_of(device))  # what the wrapper does is done to transformers' forward
+        output = model(**batch_of(device))  # the wrapper's effect applies to transformers' forward
         assert torch.equal(output.logits, expected.logits) and torch.equal(output.loss, expected.loss)
         handle = apply_liger_kernel_to_llama(model=model)
 
 
 def test_mixed_precision_is_removed_from_a_patched_model(accelerator, device):
-    """accelerate's own way back, after the patch and after its undoing."""
+    """accelerate's method to remove it, called after the patch; the revert follows."""
     fp32 = build(device=device).train()(**batch_of(device))
     model = accelerator.prepare(build(device=device).train())
     handle = apply_liger_kernel_to_llama(model=model)
@@ -138,7 +138,7 @@ def test_training_with_mixed_precision(tmp_path, device, accelerator):
 
 
 def test_a_wrapper_that_hides_what_it_wraps(device):
-    """It can only be left alone; patched and reverted halves must not be mixed."""
+    """The patch must leave it alone; patched and reverted halves must not be mixed."""
 
     def hide(module):
         forward = module.forward
@@ -162,7 +162,7 @@ def test_a_wrapper_that_hides_what_it_wraps(device):
 
 
 def test_a_wrapper_that_wraps_itself(device):
-    """As a model of accelerate's pipeline does."""
+    """As in a model of accelerate's pipeline."""
     model = build(device=device).train()
 
     def forward(*args, **kwargs):

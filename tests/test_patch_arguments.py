@@ -1,4 +1,4 @@
-"""Arguments of the functions that patch: what is refused, in words that name it."""
+"""Arguments of the functions that patch: wrong ones are refused, with a message that names them."""
 
 import functools
 import re
@@ -71,6 +71,6 @@ def test_what_is_no_model_is_an_error(function, model):
 
 
 def test_none_is_no_instance():
-    """Where None does not mean all models that are built from now on."""
+    """For functions that require a model, where None does not mean all models that are built later."""
     with pytest.raises(TypeError, match="model is None, of <class 'NoneType'>, expected a model"):
         apply_liger_kernel_to_instance(None)

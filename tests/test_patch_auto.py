@@ -1,4 +1,4 @@
-"""Patching by model type, and the auto class that patches what it builds."""
+"""Patching by model type, and the auto class that patches the models that it builds."""
 
 import warnings
 from types import SimpleNamespace
@@ -55,7 +55,7 @@ def test_from_pretrained(tmp_path, no_warnings):
 
 
 def test_placed_by_a_map(tmp_path, device):
-    """By transformers, which has accelerate bring weights of the disk to a module when it is called."""
+    """transformers places the model with accelerate, which loads weights from disk when a module is called."""
     pytest.importorskip("accelerate")
     stock = build(device=device, tie_word_embeddings=False)
     stock.save_pretrained(tmp_path)
@@ -108,7 +108,7 @@ def test_unknown_options_are_dropped_with_one_warning():
 
 T5 = dict(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
 WHISPER = dict(d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2)
-OTHERS = {  # in which nothing is looked for
+OTHERS = {  # models of types that no patch knows
     "bert": lambda: AutoModelForCausalLM.from_config(bert()),
     "t5": lambda: T5ForConditionalGeneration(T5Config(vocab_size=50, feed_forward_proj="gated-gelu", **T5)),
     "vit": lambda: ViTModel(

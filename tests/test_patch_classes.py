@@ -1,5 +1,5 @@
-"""Patches together with classes that others have put on top of a module's, or below: a user's, and those that PyTorch
-makes (FSDP2's are in test_patch_wrappers.py)."""
+"""Patches together with classes that other code puts above or below a module's patched class: a user's, and those that
+PyTorch builds (test_patch_wrappers.py tests FSDP2's)."""
 
 import copy
 import gc
@@ -28,7 +28,7 @@ MODULES = {
 
 
 def put_on_top(module):
-    """A class of the user's, whose methods find those below by `super()` without arguments."""
+    """Sets a subclass of the user's, whose methods call those below with `super()` without arguments."""
 
     class Mine(type(module)):
         def forward(self, *args, **kwargs):
@@ -66,10 +66,10 @@ def test_a_users_class_on_top_of_a_patch_stays_and_keeps_it(name):
     assert [warning.filename for warning in record] == [__file__]
     assert type(module) is mine and mine.__bases__ == (patch,)
     for one, other in zip(model.modules(), others.modules(), strict=True):
-        assert one is module or type(one) is type(other)  # all else is as it was
+        assert one is module or type(one) is type(other)  # all other modules have their original class
     assert module.device_of_mine == stock.extra_repr(module)
     assert_same_step(model, expected)
-    # The next call patches the rest, and its handle reverts that.
+    # The next call patches the other modules, and its handle reverts them.
     module.__class__ = patch
     apply_liger_kernel_to_llama(model=model).revert()
     assert type(module) is patch
@@ -79,7 +79,7 @@ def test_a_users_class_on_top_of_a_patch_stays_and_keeps_it(name):
 
 
 def test_a_class_that_was_reset_by_hand():
-    """The next call patches it again."""
+    """The next call patches the module again."""
     model = build()
     before, mlp = classes_of(model), MODULES["MLP"](model)
     with apply_liger_kernel_to_llama(model=model):
@@ -135,14 +135,14 @@ def test_parametrizations_in_any_order(order):
 
 
 def test_a_class_of_torchs_is_found_again():
-    """The one that PyTorch made, if it is still the same: modules of one class are of one class again."""
+    """Returns the class that PyTorch built, if it is unchanged: modules that shared a class share one again."""
     stock = nn.Linear(2, 2)
     parametrize.register_parametrization(stock, "weight", Halved())
     made = type(stock)
     copied = classes.with_ancestor(made, nn.Linear, head.Linear)
     assert copied is classes.with_ancestor(made, nn.Linear, head.Linear) and copied.__bases__ == (head.Linear,)
     assert classes.with_ancestor(copied, head.Linear, nn.Linear) is made
-    parametrize.register_parametrization(stock, "bias", Halved())  # which adds to the class
+    parametrize.register_parametrization(stock, "bias", Halved())  # adds to the class
     changed = classes.with_ancestor(made, nn.Linear, head.Linear)
     assert changed is not copied and {"weight", "bias"} <= vars(changed).keys()
     assert classes.with_ancestor(copied, head.Linear, nn.Linear) is not made

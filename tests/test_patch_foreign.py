@@ -1,4 +1,4 @@
-"""What other code has put in place of transformers' own keeps its say in a patched model, or a warning names it."""
+"""Other code's replacements of transformers' code stay effective in a patched model, or a warning names them."""
 
 import contextlib
 import functools
@@ -23,12 +23,12 @@ def classes_of_ours(model):
 
 
 def patched_without(name):
-    """The classes of ours; the head is called with its loss by a patched LlamaForCausalLM alone."""
+    """Names of our classes when `name` is not patched; only a patched LlamaForCausalLM needs a patched head."""
     return set(PATCHED) - {name} | ({"Linear"} if name != "LlamaForCausalLM" else set())
 
 
 def replace_forward(monkeypatch, name, decorate):
-    """Replaces the class's forward as users do, by a function that counts its calls."""
+    """Replaces the class's forward, as users do, with a function that counts its calls."""
     cls, calls = getattr(modeling_llama, name), []
     original = cls.forward
 
@@ -57,13 +57,13 @@ def test_a_replaced_forward_is_called(monkeypatch, name, decorate):
     with RecordCalls() as record:
         model(**batch_of("cpu")).loss.backward()
     assert len(calls) == expected > 0
-    assert record.calls  # the other patches are in place
+    assert record.calls  # the other classes are patched
     handle.revert()
     assert not classes_of_ours(model)
 
 
 def test_a_replaced_class_stays_as_it_is(monkeypatch):
-    """As Liger-Kernel leaves its own MLP in transformers' module, for all models that are built afterwards."""
+    """As when Liger-Kernel puts its MLP into transformers' module, for all models that are built later."""
 
     class Mlp(nn.Module):
         def __init__(self, config):
@@ -112,7 +112,7 @@ def test_a_replaced_rope_is_called(monkeypatch):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_replaced_attention_function_is_called(monkeypatch, when):
-    """Other globals of their module than those that a patch stands in for mean what they mean there, at each call."""
+    """A patch replaces only some globals of the module; all others are looked up in that module at each call."""
     calls = []
     original = modeling_llama.eager_attention_forward
 
@@ -179,7 +179,7 @@ def test_a_norm_of_the_users_own_class_is_called(name):
 
 
 def halve_linears(monkeypatch, how):
-    """What other code does to all linear layers; returns what has to be entered around a step."""
+    """Changes all linear layers as other code might; returns the context manager that a step must enter."""
     method, function = nn.Linear.forward, nn.functional.linear
 
     class Mode(TorchFunctionMode):
@@ -270,7 +270,7 @@ def test_replaced_before_the_import(what, names):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_a_loss_of_the_users_own_gets_what_it_gets_unpatched(device, training):
-    """All arguments of the call, whatever our own losses would do with them."""
+    """The loss function receives all arguments of the call, even those that our losses would use."""
     seen = []
 
     def loss_function(logits, labels, vocab_size, **kwargs):
@@ -326,7 +326,7 @@ def test_projections_of_two_dtypes():
 
 
 def test_a_learned_scale_of_rope():
-    """cos and sin that require a gradient get it."""
+    """cos and sin that require a gradient receive it."""
 
     def gradient(model):
         scale = torch.ones((), requires_grad=True)

@@ -1,4 +1,4 @@
-"""The language-model head of a patched model: what may be around its call, and heads that are called for logits."""
+"""The language-model head of a patched model: wrappers and hooks around it, and heads that are called for logits."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from liger_ext.ops._loss_plan import SMALLEST
 
 
 def test_hooks_on_the_head(device):
-    """Of those that may read logits, all do; others leave the loss fused. A call without a loss is as ever."""
+    """Hooks that may read logits run; without hooks the loss stays fused. A call without a loss behaves as before."""
     model = patched(build(device=device).train())
     assert type(model.lm_head) is Linear
     seen = []
@@ -22,7 +22,7 @@ def test_hooks_on_the_head(device):
     hidden_states = torch.randn(2, 64, device=device)
     expected = nn.functional.linear(hidden_states, model.lm_head.weight)
     torch.testing.assert_close(model.lm_head(hidden_states), expected, rtol=0, atol=0)
-    model.resize_token_embeddings(VOCAB + 24)  # makes a new head
+    model.resize_token_embeddings(VOCAB + 24)  # builds a new head
     assert "fused_linear_cross_entropy" in ops(model, **batch_of(device))
 
 
@@ -75,7 +75,7 @@ ADAPTERS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("options", ADAPTERS.values(), ids=ADAPTERS)
 def test_a_head_with_an_adapter_in_chunks(device, dtype, options, memory):
-    """The loss, what it returns beside, and every gradient, of logits that never exist as a whole."""
+    """Loss, further outputs and every gradient, from logits that never exist as a whole."""
     model = lora(build(tie_word_embeddings=False), target_modules=["lm_head"], **options).to(device, dtype).train()
     batch = batch_of(device, rows=6, seq=50)
     extra = dict(memory=memory, num_items_in_batch=torch.tensor(77), label_smoothing=0.1, return_token_accuracy=True)
@@ -110,7 +110,7 @@ def test_a_head_with_an_adapter_in_chunks(device, dtype, options, memory):
 
 @pytest.mark.parametrize("casts", [False, True], ids=["", "autocast"])
 def test_chunks_of_a_called_head(device, casts):
-    """A second backward, a checkpoint around it, no gradient at all, and a head of somebody's own class."""
+    """A second backward, a checkpoint around the call, no gradient at all, and a head of a user's class."""
 
     class Scaled(nn.Linear):
         def forward(self, input):

@@ -1,4 +1,4 @@
-"""Patched models that are named, printed, saved, copied and pickled: as stock ones."""
+"""Patched models are printed, saved, copied and pickled like stock models, under the original names."""
 
 import copy
 import io
@@ -66,7 +66,7 @@ def test_load_in_this_process():
 
 
 def test_a_class_of_the_users():
-    """Which a patch lies on top of, and which pickles find by its name."""
+    """The patch lies on top of the user's class, and pickle finds both by name."""
     model = patched(NoForward(build().config).train())
     assert type(model).__bases__[1] is NoForward
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):

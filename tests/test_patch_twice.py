@@ -1,4 +1,4 @@
-"""A second patch of one model: what is patched already stays as it is, and other options are an error."""
+"""A second patch of the same model: it leaves patched modules unchanged, and raises an error for other options."""
 
 import copy
 import logging
@@ -19,7 +19,7 @@ STOCK = build()
 
 
 def state(model):
-    """All that a patch sets."""
+    """All attributes that a patch sets."""
     ours = "liger_memory", "_liger_left_out", "_as_liger_kernel", "_loss_function"
     return [(type(module), *(vars(module).get(name) for name in ours)) for module in model.modules()]
 
@@ -63,7 +63,7 @@ def test_other_options_are_an_error(function, first, second, named):
 
 
 def test_options_without_a_meaning():
-    """relu is no activation of ours, and a layer has no head."""
+    """Options without effect: relu is not an activation of ours, and a layer has no head."""
     model = patched(build(hidden_act="relu"))
     apply_liger_kernel_to_llama(model=model, swiglu=False)
     apply_liger_kernel_to_llama(model=model.model.layers[0], **NO_LOSS)
@@ -87,7 +87,7 @@ def test_memory_alone_may_differ():
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 3, 1), (3, 2, 1, 0)])
 def test_parts_and_then_the_rest(order):
-    """Each handle reverts what its call did, and leaves other parts and other models alone."""
+    """Each handle reverts its own call, and leaves other parts and other models alone."""
     model, other = copy.deepcopy(STOCK), copy.deepcopy(STOCK)
     handles = [apply_liger_kernel_to_instance(layer, memory="low") for layer in model.model.layers]
     handles += [apply_liger_kernel_to_llama(model=one) for one in (model, other)]
@@ -100,7 +100,7 @@ def test_parts_and_then_the_rest(order):
 
 
 def test_of_several_patches_of_a_class_the_last_counts():
-    """For the models that are built then; they stay as they were built. One by liger_kernel's name yields."""
+    """The last patch applies to models that are built later. A patch by liger_kernel's name yields to ours."""
     before = global_state()
     with compat.install():
         from liger_kernel.transformers import apply_liger_kernel_to_llama as by_that_name
@@ -121,7 +121,7 @@ def test_of_several_patches_of_a_class_the_last_counts():
 
 @pytest.mark.parametrize("options, level", [(dict(rope=False), logging.INFO), ({}, logging.WARNING)])
 def test_a_name_of_liger_kernel_changes_nothing_and_says_so(caplog, options, level):
-    """Which is what a Trainer calls. A level of memory that it names counts."""
+    """A Trainer makes this call. It only changes the level of memory, if it names one."""
     model = patched(STOCK, rope=False, memory="low")
     before = state(model)
     with compat.install(), caplog.at_level(logging.INFO, "liger_ext"):

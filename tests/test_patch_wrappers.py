@@ -1,4 +1,4 @@
-"""Patching together with what else wraps modules and classes: PEFT, FSDP2, accelerate, DataParallel-like wrappers."""
+"""Patching together with other wrappers of modules and classes: PEFT, FSDP2, accelerate, DataParallel and others."""
 
 import copy
 
@@ -93,7 +93,7 @@ def test_revert_under_peft():
 
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory):
-    """A process group of this process alone, for FSDP2 on the CPU."""
+    """A process group of one process, for FSDP2 on the CPU."""
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_gloo_available():
         pytest.skip("torch without gloo")
@@ -104,7 +104,7 @@ def mesh(tmp_path_factory):
 
 
 def shard(model, mesh, head=None, **options):
-    """head: options of the head's own group of parameters."""
+    """Shards the model; `head`: options of the head's separate group of parameters."""
     from torch.distributed.fsdp import fully_shard
 
     for layer in model.model.layers:
@@ -117,7 +117,7 @@ def shard(model, mesh, head=None, **options):
 def sharded_step(model):
     results = step(model, batch_of("cpu"))
     results = {name: (r.full_tensor() if hasattr(r, "full_tensor") else r).clone() for name, r in results.items()}
-    model.zero_grad()  # now, as the gradients are on the sharded parameters, which a forward without backward hides
+    model.zero_grad()  # before the next forward hides the sharded parameters and their gradients
     return results
 
 
@@ -164,7 +164,7 @@ def test_fsdp2(mesh, order, head):
 
 @pytest.mark.parametrize("reshard", [True, False])
 def test_fsdp2_in_bf16(mesh, reshard):
-    """What the head's own policy casts, and a gradient that is added to one of an earlier step."""
+    """The head's policy casts its weight, and the second step accumulates its gradient."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -222,7 +222,7 @@ def test_accelerate_device_hooks(order):
         handle = apply_liger_kernel_to_llama(model=model)
 
     class Halves(hooks.ModelHook):
-        """Of a user, and of logits."""
+        """A user's hook that changes the logits."""
 
         def post_forward(self, module, output):
             return output / 2
@@ -249,7 +249,7 @@ def test_accelerate_device_hooks(order):
 
 
 class Holder(nn.Module):
-    """A wrapper of the user's, with a config that says nothing."""
+    """A user's wrapper, whose config names no known model."""
 
     def __init__(self, inner):
         super().__init__()
@@ -286,7 +286,7 @@ def test_models_of_several_families_in_one_module():
     with apply_liger_kernel_to_instance(model, rope=False):
         assert [type(m.model.norm).__module__.partition(".")[0] for m in (qwen2s, llamas)] == ["liger_ext"] * 2
         assert type(llamas.model.layers[0].self_attn) is modeling_llama.LlamaAttention
-    with apply_liger_kernel_to_instance(llamas.model.layers):  # as a pipeline's stage may hold them
+    with apply_liger_kernel_to_instance(llamas.model.layers):  # as a pipeline stage may hold the layers
         assert type(llamas.model.layers[0]) is llama.LlamaDecoderLayer
 
 
@@ -304,10 +304,10 @@ def test_a_distributed_weight_is_not_plain(mesh):
     torch.testing.assert_close(result.full_tensor(), expected)
 
 
-# Gemma 2's logits are bounded before the loss; older transformers' head is not known, and stays stock.
+# Gemma 2 caps its logits before the loss; the head of older transformers is not known, and stays stock.
 @pytest.mark.parametrize("family", ["llama", "gemma2"] if TRANSFORMERS >= (5, 0) else ["llama"])
 def test_loss_of_sharded_logits(mesh, family):
-    """Tensor parallelism keeps the logits as shards, and torch takes the loss from them (loss_parallel)."""
+    """Tensor parallelism keeps the logits sharded, and torch computes the loss from the shards (loss_parallel)."""
     parallel = torch.distributed.tensor.parallel
     stock = family_models.build(family, tie_word_embeddings=False)
     compared = family_models.patched(stock)

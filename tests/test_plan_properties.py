@@ -1,10 +1,10 @@
 """Every launch of every op is legal on every GPU of the reference profiles, for any shape and any knobs, and covers
-every element of every row exactly once. Plans are made on any machine; plan_model.py says what the kernels make of
-them.
+every element of every row exactly once. Plans are computed on any machine; plan_model.py models which elements the
+kernels process under a plan.
 
-Registers: the limit is a multiprocessor's register file. The compiler gives a thread no more registers than the
-kernel's launch bound leaves it (65,536 / bound on an NVIDIA GPU), so a block within the bound fits: that is what is
-asked here. Where a CUDA library and cuobjdump are at hand, ``test_registers_of_the_built_library`` uses the compiler's
+Registers: the limit is a multiprocessor's register file. The compiler allocates at most as many registers per thread as
+the kernel's launch bound allows (65,536 / bound on an NVIDIA GPU), so a block within the bound fits: this test checks
+the bound. Where a CUDA library and cuobjdump are available, ``test_registers_of_the_built_library`` uses the compiler's
 report instead, and finds kernels that no plan names."""
 
 import itertools
@@ -30,7 +30,7 @@ from liger_ext.records import RECORDS
 PROFILES = list(_C.profiles())
 OPS = _C.planned_ops()
 MODELS = SHARED | PLAN_MODELS
-RECORD_OF = {  # of an op or its backward; the copy has none
+RECORD_OF = {  # of an op or its backward; the copy has no record
     name: record
     for record in RECORDS.values()
     for name in (record.kernels, f"{record.kernels}_backward")
@@ -47,13 +47,13 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def small_device():
-    device = _C.DeviceProfile()  # no GPU: the least that a plan must live with
+    device = _C.DeviceProfile()  # no GPU: the smallest device that plans must support
     device.warp, device.multiprocessors, device.max_block_threads = 64, 1, 1024
     return device
 
 
 def without_clusters(*counts):
-    """Code for clusters on a device that has few places for them, or whose driver did not say how many."""
+    """A device with kernels for clusters that holds few clusters, or whose driver did not report how many."""
     device = _C.profile("H200")
     device.resident_clusters = counts
     return device
@@ -112,13 +112,13 @@ def check_legal(launch, device, registers=None):
     assert 0 <= plan.smem <= device.shared_per_block_optin
     assert plan.cluster == 1 or device.resident_clusters[plan.cluster.bit_length() - 1] > 0
     if registers is None:
-        # The compiler keeps a block of max_threads within the file; 8 is the granularity.
+        # The launch bound keeps a block of max_threads threads within the register file; the granularity is 8.
         registers = device.registers_per_multiprocessor // launch.max_threads // 8 * 8
     assert plan.block * registers <= device.registers_per_multiprocessor
 
 
 def launches(op, device, call):
-    """None where the op says that one launch does not take so many blocks, or HIP so many threads."""
+    """None if the op raises because one launch cannot have so many blocks, or under HIP so many threads."""
     try:
         return _C.plans(op, device, **call)
     except ValueError as error:
@@ -206,7 +206,8 @@ def plan_of(launch):
     ],
 )
 def test_knobs_change_the_tunable_launch_alone(op, cols, knobs, elsewhere):
-    """On an H200; ``elsewhere``, knobs for other kernels, change nothing: none for kernels that take all."""
+    """On an H200. ``elsewhere``, knobs for other kernels, changes nothing; it is empty if the knobs apply to all
+    kernels."""
     device, heads = _C.profile("H200"), {"q_heads": 32, "k_heads": 8}
     own = _C.plans(op, device, 8192, cols, **heads)
     tuned = _C.plans(op, device, 8192, cols, **heads, knobs=_C.Knobs(**knobs))
@@ -230,7 +231,7 @@ def test_no_launch_for_nothing():
 
 
 def test_all_profiles_take_llama_sizes():
-    """No error, also where HIP's limit is: hidden sizes and vocabularies of Llama, a million tokens."""
+    """No error, even near HIP's limit: hidden sizes and vocabularies of Llama, a million tokens."""
     for device in PROFILES:
         for op in OPS:
             cols = RECORD_OF[op].llama.cols if op in RECORD_OF else 8192
@@ -238,11 +239,11 @@ def test_all_profiles_take_llama_sizes():
             assert _C.plans(op, device, rows, cols, q_heads=64, k_heads=8, hidden=8192, chunk_rows=4096)
 
 
-# What is wrong is found ----------------------------------------------------------------------------------------------
+# Wrong plans are found -----------------------------------------------------------------------------------------------
 
 
 def changed(launch, **fields):
-    """A launch with other numbers in its plan."""
+    """A copy of the launch with other values in its plan."""
     plan = {name: getattr(launch.plan, name) for name in dir(launch.plan) if not name.startswith("_")}
     of_launch = {
         name: fields.pop(name, getattr(launch, name)) for name in ("kernel", "instance", "rows", "cols", "max_threads")
@@ -277,7 +278,7 @@ def test_the_model_finds_wrong_plans(op, wrong):
 @pytest.mark.parametrize(
     ("device", "wrong"),
     [
-        ("MI300X", {"block": 2048}),  # 32 warps of 64 lanes: the failure that this project is about
+        ("MI300X", {"block": 2048}),  # 32 warps of 64 lanes: the failure that motivates this project
         ("MI300X", {"block": 96}),
         ("H200", {"grid": 2**31}),
         ("MI250X", {"grid": 2**26}),
@@ -295,7 +296,7 @@ def test_illegal_plans_are_found(device, wrong):
 
 
 def test_the_failure_of_upstream():
-    """32 warps of 64 lanes are 2,048 threads, and a block may have 1,024: on MI250X and MI300X, in training."""
+    """32 warps of 64 lanes are 2,048 threads, but a block may have 1,024: on MI250X and MI300X, in training."""
     for name in ("MI250X", "MI300X", "MI355X"):
         for op in ("rms_norm_backward", "layer_norm_backward", "cross_entropy", "fused_linear_cross_entropy"):
             for size in (4096, 32_768, 65_536, 128_256):
@@ -306,7 +307,7 @@ def test_the_failure_of_upstream():
 
 
 def cuda_report():
-    """The most registers of each kernel instance, {(kernel, its integer arguments): registers}."""
+    """The most registers of any variant of each kernel instance, {(kernel, its integer arguments): registers}."""
     packages = sysconfig.get_path("purelib") + "/nvidia/cu13/bin"  # of nvidia-cuda-cuobjdump
     toolkits = [os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin", os.environ["PATH"], packages]
     tool = shutil.which("cuobjdump", path=os.pathsep.join(toolkits))
@@ -323,7 +324,7 @@ def cuda_report():
 
 
 def sweep():
-    """Launches on NVIDIA's profiles that between them use every kernel."""
+    """Launches on NVIDIA's profiles that together use every kernel."""
     short = [1, 7, 8, 32, 64, 100, 128, 129, 256, 512, 576, 1000, 1024, 2048, 3001, 3072]
     sizes = [*short, 5120, *(2**i for i in range(12, 19)), 75_000, 151_936]
     choices = itertools.product(
@@ -362,7 +363,7 @@ def test_every_instance_is_planned_and_known_to_the_model():
 def test_registers_of_the_built_library():
     """Every instance of the table is in the library, no other is, and every plan fits the register file."""
     report = cuda_report()
-    assert report.keys() - {("Idle", ())} == INSTANCES.keys()  # which counts clusters and is never launched
+    assert report.keys() - {("Idle", ())} == INSTANCES.keys()  # a kernel that only counts clusters
     for device, launch in sweep():
         check_legal(launch, device, registers=-(-report[launch.kernel, tuple(launch.instance)] // 8) * 8)
 

@@ -1,5 +1,4 @@
-"""Launch plans are legal on every device, for every shape: nothing is launched with more threads than a block may
-have."""
+"""Launch plans are legal on every device, for every shape: no launch has more threads than a block may have."""
 
 import pytest
 from hypothesis import given, settings
@@ -72,13 +71,13 @@ def test_row_plans(name, rows, cols, tiling):
 
 
 def test_more_blocks_than_a_launch_can_have_is_an_error():
-    """Not a part of the work."""
+    """The plan must not silently cover only a part of the rows."""
     with pytest.raises(ValueError, match="blocks"):
         _C.plan_row(profile("H200"), 2**40, 4096, _C.RowTiling())
 
 
 def check_cluster(plan, device, cols):
-    """Of a size that the device has, with all of its threads on one row."""
+    """The cluster has a size that the device supports, and all of its threads process one row."""
     assert plan.cluster == 1 or device.resident_clusters[plan.cluster.bit_length() - 1] > 0
     assert plan.grid % plan.cluster == 0
     if plan.cluster > 1:
@@ -110,11 +109,11 @@ def test_forward_plans(name, rows, cols, vec, max_k, long_k, max_block):
 @settings(max_examples=200)
 @given(vec=st.sampled_from([1, 4, 8]), centered=st.booleans(), **rows_and_cols)
 def test_persistent_plans(name, rows, cols, vec, centered):
-    """The backward of the norms: a block, or cluster, for each partial row, and all of them on the device at once."""
+    """The backward of the norms: one block or cluster per partial row, all resident at the same time."""
     device = profile(name)
     plan = _C.plan_norm_backward(device, rows // 8, cols, vec, centered)
     assert 0 < plan.block <= 512 and plan.block % plan.warp == 0
-    long = not device.bulk_copies and cols > 2 * 512 * vec  # which one block holds, then
+    long = not device.bulk_copies and cols > 2 * 512 * vec  # a row that one block holds
     assert plan.k == 4 if vec == 1 or long else plan.k in (2, 3)
     assert plan.path == _C.Path.reread or plan.threads_per_row * plan.k * vec >= cols
     check_cluster(plan, device, cols)
@@ -160,7 +159,7 @@ def test_profiles_are_consistent():
 
 
 def test_clusters_of_the_reference_profiles_are_the_least_there_can_be():
-    """A cluster lies in one group of multiprocessors; groups are of whole pairs (profiles.cpp)."""
+    """A cluster lies in one group of multiprocessors; groups consist of pairs (profiles.cpp)."""
 
     def least(multiprocessors, groups, largest, cluster):
         fewest = {0: 0}

@@ -1,5 +1,5 @@
-"""The prediction of a row of logits is the first of its largest, NaN being the largest of all, as torch.argmax has it:
-wherever in memory the row begins and ends, however its threads share it, and whichever options there are."""
+"""The prediction of a row of logits is the index of its first largest value, with NaN as the largest of all, as in
+torch.argmax: for any start and end of the row in memory, any distribution over threads, and all options."""
 
 import functools
 import itertools
@@ -12,14 +12,14 @@ from liger_ext import functional as F
 from liger_ext.ops._loss_plan import SMALLEST
 
 NAN, INF = float("nan"), float("inf")
-# (largest, what is before the first of them)
+# (largest value, value before its first occurrence)
 VALUES = [(5.0, 0.0), (0.0, -1.0), (INF, 0.0), (NAN, 0.0), (NAN, INF), (-INF, -INF)]
 WANTED = {"return_predicted_tokens": True, "return_token_accuracy": True, "reduction": "none"}
 OPTIONS = [{}, {"softcap": 3.0}, {"softcap": 3.0, "label_smoothing": 0.1, "weight": True}]
 
 
 def rows_and_predictions(cols, firsts, dtype, device):
-    """A row of each of the values that is largest from each of the columns on, and these columns."""
+    """Rows in which each of the largest values starts at each of the columns, and the expected predictions."""
     cases = list(itertools.product(VALUES, firsts))
     rows = torch.empty(len(cases), cols)
     for row, ((largest, before), first) in zip(rows, cases, strict=True):
@@ -31,7 +31,7 @@ def rows_and_predictions(cols, firsts, dtype, device):
 
 
 def check(loss, expected, **options):
-    """``loss(target, ...)`` has these predictions, whether or not they are the targets."""
+    """``loss(target, ...)`` returns the expected predictions, for equal and for other targets."""
     target = expected.clone()
     target[1::2] = (expected[1::2] == 0).long()  # another class
     out = loss(target, **WANTED, **options)
@@ -45,10 +45,10 @@ def check(loss, expected, **options):
 def test_rows_that_begin_anywhere(device, options):
     for dtype in dtypes_of(device):
         vector = 16 // dtype.itemsize
-        # Rows of about a vector, and of a part of a warp, several warps and most threads of a block.
+        # Rows shorter than a vector, and rows for a part of a warp, several warps and most threads of a block.
         for cols, firsts in ((5, range(5)), (133, range(vector + 2)), (4099, (0, 3)), (10_001, (1,))):
             made = rows_and_predictions(cols, firsts, dtype, device)
-            # An odd number of columns: of its copies, each row has one at every place within 16 bytes.
+            # With an odd number of columns, the copies of a row start at every offset within 16 bytes.
             rows, expected = (t.repeat_interleave(vector, 0) for t in made)
             more = {"weight": class_weights(cols)(device, dtype)} if "weight" in options else {}
             rows.requires_grad_("softcap" in options)
@@ -58,8 +58,7 @@ def test_rows_that_begin_anywhere(device, options):
 @pytest.mark.parametrize("gradient", [True, False], ids=["gradient", ""])
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "all options"])
 def test_fused_loss(device, weighted, gradient):
-    """Rows that are short, rows that are held, and classes in two chunks; element by element where class weights are
-    not aligned."""
+    """Short rows, held rows, and classes in two chunks; element by element where class weights are not aligned."""
     options = {name: value for name, value in OPTIONS[-1].items() if weighted and name != "weight"}
     for dtype, (cols, memory) in itertools.product(dtypes_of(device), ((35, "fast"), (1051, "fast"), (2051, SMALLEST))):
         if weighted:

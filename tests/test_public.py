@@ -1,4 +1,4 @@
-"""A public release has one version everywhere, workflows that two linters accept, and one address."""
+"""A public release has one version in all files, workflows that two linters accept, and one address."""
 
 import re
 import runpy
@@ -18,7 +18,7 @@ FILES = check_version["PLACES"]
 
 
 def test_the_version_is_one():
-    """Also that of the commit's tag, if it has one."""
+    """Also the version of the commit's tag, if it has a tag."""
     assert check_version["problems"]() == []
     points = subprocess.run(["git", "tag", "--points-at", "HEAD", "v*"], cwd=ROOT, capture_output=True, text=True)
     for tag in points.stdout.split():
@@ -27,7 +27,7 @@ def test_the_version_is_one():
 
 @pytest.fixture
 def release(tmp_path) -> Path:
-    """A folder with the files of the version as they are in a release, 1.2.3."""
+    """A folder with the files that hold the version, as in release 1.2.3."""
     (tmp_path / "pyproject.toml").write_text('[project]\nversion = "1.2.3"\n')
     (tmp_path / "CITATION.cff").write_text("cff-version: 1.2.0\nversion: 1.2.3\ndate-released: 2026-01-31\n")
     (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## 1.2.3 (2026-01-31)\n- a\n\n## 1.2.2 (2025-12-24)\n- b\n")
@@ -62,7 +62,7 @@ def test_the_command_of_publish_yml_fails_for_another_tag():
 
 
 def test_the_address_is_pyprojects():
-    """pyproject.toml is the place of the repository's address; other files repeat it where it is used."""
+    """pyproject.toml defines the repository's address; other files repeat it."""
     address = re.search(r'^Source = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
     assert f"repository-code: {address}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"git clone {address} " in (ROOT / "README.md").read_text()
@@ -72,7 +72,7 @@ def test_the_address_is_pyprojects():
 
 
 def lint(name: str, package: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs a linter of this environment or of the PATH; the test is skipped where there is none."""
+    """Runs a linter from this environment or from PATH; skips the test if there is none."""
     program = shutil.which(name, path=Path(sys.executable).parent) or shutil.which(name)
     if program is None:
         pytest.skip(f"{name} is not installed (pip install {package})")
@@ -90,7 +90,7 @@ def test_actionlint_accepts_the_workflows():
 
 
 def test_zizmor_refuses_an_action_that_is_not_pinned(tmp_path):
-    """As it refuses more: this test shows that it is called right."""
+    """One finding of many: it shows that the test calls zizmor correctly."""
     text = (GITHUB / "workflows" / "docs.yml").read_text()
     (tmp_path / "docs.yml").write_text(re.sub(r"(actions/deploy-pages)@\w+ # (\S+)", r"\1@\2", text))
     done = lint("zizmor", "zizmor", "--offline", "--no-progress", str(tmp_path / "docs.yml"))
@@ -99,7 +99,7 @@ def test_zizmor_refuses_an_action_that_is_not_pinned(tmp_path):
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
 def test_a_workflow(workflow):
-    """It gives a job no more rights than the job names, each job ends by itself, and its make targets exist."""
+    """A job has only the permissions that it names, each job has a timeout, and its make targets exist."""
     content = yaml.safe_load(workflow.read_text())
     assert content["permissions"] == {}
     for name, job in content["jobs"].items():
@@ -112,7 +112,7 @@ def test_a_workflow(workflow):
 
 
 def test_jobs_read_and_only_publishing_has_more_rights():
-    """The token by which PyPI and Pages verify who publishes is for the last job of two workflows alone."""
+    """Only the last job of two workflows may request the token by which PyPI and Pages verify the publisher."""
     rights = {
         (workflow.name, name): more
         for workflow in WORKFLOWS
@@ -125,7 +125,7 @@ def test_jobs_read_and_only_publishing_has_more_rights():
 
 @pytest.mark.parametrize("form", sorted((GITHUB / "ISSUE_TEMPLATE").glob("*.yml")), ids=lambda path: path.name)
 def test_a_form(form):
-    """GitHub ignores a form without these."""
+    """GitHub ignores a form that lacks one of these keys."""
     content = yaml.safe_load(form.read_text())
     if form.name == "config.yml":
         assert content == {"blank_issues_enabled": False}

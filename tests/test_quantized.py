@@ -1,4 +1,4 @@
-"""Quantised linear layers in patched models, most with LoRA on top: loss and gradients are those of a stock model."""
+"""Quantised linear layers in patched models, most with LoRA on top: loss and gradients equal those of a stock model."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 
 class Int8Linear(nn.Module):
-    """A weight in int8 with a scale for each row, as many libraries have it."""
+    """A weight in int8 with one scale per row, as in many libraries."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Int8Linear(nn.Module):
 
 
 class Int8LinearSubclass(nn.Linear):
-    """The same, as a subclass of nn.Linear, which it is not."""
+    """The same layer as a subclass of nn.Linear, although its weight is not a plain tensor."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
@@ -112,7 +112,7 @@ KINDS = {
 kinds = pytest.mark.parametrize("quantise", KINDS.values(), ids=KINDS)
 
 
-# A GPU multiplies matrices of float8 whose sizes are multiples of 16: batches have as many tokens.
+# On a GPU, float8 matmuls need sizes that are multiples of 16, also the number of tokens of a batch.
 VOCAB_OF_FLOAT8 = -(-VOCAB // 16) * 16
 
 
@@ -144,7 +144,7 @@ def adapted(model: nn.Module, names=("q_proj", "down_proj", "up_proj"), prepare=
 
 
 def distances(stock, model, batch, **options) -> dict[str, float]:
-    """Of the loss and of every gradient, from the stock model's."""
+    """Distances of the loss and of all gradients to the stock model's."""
     expected, found = step(stock, batch), step(model, dict(batch, **options))
     assert expected.keys() - found.keys() == {"logits"}
     assert any(result.any() for name, result in found.items() if name != "loss")
@@ -159,13 +159,14 @@ def assert_same_step(stock, model, batch, dtype, **options):
 
 
 def assert_same_float8_steps(stock, model, rows, seq, dtype, **options):
-    """float8 layers round what they multiply to 3 bits: where two models differ in the last bit, they may differ in all
-    of those. Of stock models in fp32 whose weights differ in the last bit, one in four has such a value in a batch, and
-    gradients 0.06 apart; the others agree. So one batch may have it here, but not every one. In bf16 each has some.
+    """float8 layers round their operands to 3 mantissa bits: a difference in the last bit of an operand may become one
+    of a whole unit. Of stock models in fp32 whose weights differ in the last bit, one in four has such a value in a
+    batch, and then gradients 0.06 apart; the others agree. So some batches may differ here, but not all. In bf16 every
+    batch does.
     """
     batches = [batch_of(model.device, rows, seq, seed) for seed in range(1, 5)]
     found = [distances(stock, model, batch, **options) for batch in batches]
-    # Chunks of tokens have scales of their own.
+    # Each chunk of tokens has its own scale.
     in_one_batch = 0.3 if dtype == torch.bfloat16 else 0.05 if options.get("memory") == SMALLEST else 2e-4
     for name in found[0]:
         least, most = (choose(one[name] for one in found) for choose in (min, max))
@@ -177,7 +178,7 @@ def assert_same_float8_steps(stock, model, rows, seq, dtype, **options):
 @orders
 @kinds
 def test_quantised_layers(device, quantise, order, dtype):
-    """Norms, embeddings and the head train; the layers let gradients through."""
+    """Norms, embeddings and the head are trained; the quantised layers only pass gradients through."""
     stock, model = both(order, quantise, dtype, device, ALL)
     down = model.model.layers[1].mlp.down_proj
     assert type(down) is not nn.Linear or type(down.weight) is not nn.Parameter
@@ -219,7 +220,7 @@ def test_adapters_on_quantised_layers(device, quantise, head, order):
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
 @pytest.mark.parametrize("name", ["subclass", "bitsandbytes 4 bit"])
 def test_prepared_for_training(device, name, use_reentrant, memory, order):
-    """QLoRA as PEFT has it: norms and the head in fp32, layers checkpointed."""
+    """QLoRA as PEFT prepares it: norms and the head in fp32, layers checkpointed."""
     options = dict(prepare=True, gradient_checkpointing_kwargs=dict(use_reentrant=use_reentrant))
     change = lambda m: adapted(m, **options)  # noqa: E731
     stock, model = both(order, KINDS[name], torch.bfloat16, device, ALL, change, memory=memory)

@@ -1,4 +1,4 @@
-"""Uses that nobody had tried until a user's training met them: each of these was wrong, or raised, once."""
+"""Uses that once failed in a user's training: each of them returned a wrong result or raised an error."""
 
 import warnings
 
@@ -24,7 +24,8 @@ def torch_loss(x, weight, target, **options):
 
 
 def test_rope_of_heads_that_are_transposed(device):
-    """The gradient of k from attention by matmul and softmax, where there are as many key as query heads."""
+    """The gradient of k in attention with matmul and softmax has this layout, if there are as many key as query
+    heads."""
     q = normal(2, 3, 5, 8, device=device)
     k = normal(2, 3, 8, 5, device=device, seed=1).transpose(2, 3)
     angle = normal(1, 5, 8, device=device, seed=2)
@@ -42,14 +43,14 @@ def test_rows_of_a_matmul_that_are_one_row(device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_what_stands_beside_a_matrix_is_not_read(device, dtype):
-    """Matrix products of CPUs with AMX multiply what stands behind a row by zero: NaN where that is NaN."""
+    """On CPUs with AMX, a matmul multiplies memory behind a row by zero: NaN in that memory makes the result NaN."""
     for rows, hidden, vocab in ((33, 70, 1000), (64, 64, 71), (33, 64, 1001)):
         memory = torch.full((rows, hidden + 60), torch.nan, device=device, dtype=dtype)
         memory[:, :hidden] = normal(rows, hidden, device=device, dtype=dtype)
         x, weight = memory[:, :hidden].requires_grad_(), normal(vocab, hidden, device=device, dtype=dtype, seed=1)
         weight.requires_grad_()
         target = random_targets(rows, vocab, device=device)
-        for _ in range(3):  # the buffer of logits is where the last one was
+        for _ in range(3):  # the logits reuse this freed buffer
             torch.full((rows, -(-vocab // 64) * 64), torch.nan, device=device, dtype=dtype)
             loss = F.fused_linear_cross_entropy(x, weight, target)
             for result in (loss, *torch.autograd.grad(loss, (x, weight))):
@@ -59,8 +60,8 @@ def test_what_stands_beside_a_matrix_is_not_read(device, dtype):
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("dtype, huge", [(torch.bfloat16, 8e37), (torch.float16, 6e4), (torch.float32, 3e38)])
 def test_huge_logits(device, dtype, huge, smoothing):
-    """One largest logit, two of them, and rows of one value; 1,000 columns are held in registers, 20,000 are walked.
-    With label smoothing other logits than one value would be as much as the loss can hold."""
+    """One largest logit, two of them, and rows of one value; rows of 1,000 columns are held in registers, 20,000 are
+    not. With label smoothing rows have one value, because the loss of other huge logits would overflow."""
     for vocab in (1000, 20_000):
         logits = normal(4, vocab, device=device).to(dtype)
         logits[:, 7] = huge
@@ -81,7 +82,7 @@ def test_huge_logits(device, dtype, huge, smoothing):
 
 @each_mode
 def test_a_scaled_loss_of_each_row_in_fp16(device, memory):
-    """GradScaler's 65,536 over a few tokens is more than a stored gradient times its storage factor can be."""
+    """GradScaler's factor 65,536 over a few tokens exceeds a stored gradient times its storage factor."""
     x = normal(200, 16, device=device, dtype=torch.float16, scale=4).requires_grad_()
     weight = normal(50, 16, device=device, dtype=torch.float16, scale=0.05, seed=1).requires_grad_()
     bias = normal(50, device=device, dtype=torch.float16, seed=2).requires_grad_()
@@ -117,7 +118,7 @@ def test_z_loss_where_class_weights_are_0(device, memory):
 
 @each_mode
 def test_an_ignored_row_counts_for_nothing(device, memory):
-    """Not even where its gradient is NaN."""
+    """Even if its gradient is NaN."""
     x, weight = (normal(*s, device=device, seed=i).requires_grad_() for i, s in enumerate([(200, 8), (11, 8)]))
     target = torch.arange(200, device=device) % 11
     target[3] = -100
@@ -148,7 +149,7 @@ def test_no_rows(device):
 
 @each_op
 def test_a_checkpoint_that_starts_with_the_op(device, example):
-    """Its saved tensors are unpacked first, and their recomputation records a graph of its own."""
+    """The backward first unpacks the op's saved tensors, whose recomputation records another graph."""
     arguments = example.arguments(device, torch.float32)
     expected = gradients(example, arguments)
 
@@ -166,7 +167,7 @@ def test_a_checkpoint_that_starts_with_the_op(device, example):
 
 @each_op
 def test_forward_mode_is_refused(device, example):
-    """Tangents were dropped without a word."""
+    """Without the refusal, tangents would be dropped silently."""
     arguments = {
         k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in example.arguments(device, torch.float32).items()
     }
@@ -192,7 +193,7 @@ def test_meta_tensors(example):
 
 @pytest.mark.slow
 def test_a_number_of_rows_that_the_compiler_does_not_know(device):
-    """Rows chosen by a mask, as instruction tuning does."""
+    """Rows selected by a mask, as in instruction tuning."""
     x, weight = (normal(*s, device=device, seed=i).requires_grad_() for i, s in enumerate([(40, 16), (30, 16)]))
     labels = random_targets(40, 30, device=device, ignored=0.4)
 
@@ -211,7 +212,7 @@ def test_a_number_of_rows_that_the_compiler_does_not_know(device):
 
 @pytest.mark.skipif(host_target(), reason="the host target's memory is not torch's")
 def test_too_little_memory_is_an_error_of_its_own():
-    """Batch-size finders catch it. No machine has 2^58 bytes."""
+    """Batch-size finders catch this error. No machine has 2^58 bytes."""
     with pytest.raises(torch.OutOfMemoryError, match=r"out of memory.*liger_ext::softmax tried to allocate \d+ MiB"):
         F.softmax(torch.zeros(1).expand(2**50, 2**6))
 
@@ -230,7 +231,7 @@ def test_flops_of_the_fused_loss(device, memory):
 
 
 def test_a_patched_llama_without_data():
-    """Fake tensors take the patch's ops, too: a graph that is exported is the one that runs."""
+    """The patch's ops also accept fake tensors: an exported graph equals the one that runs."""
     from cases import RecordCalls
     from llama_models import build, patched
 

@@ -1,4 +1,4 @@
-"""liger_ext.records: every op has a record, every record all of its parts, and no part is of another op."""
+"""liger_ext.records: every op has a record, every record has all of its parts, and no part belongs to another op."""
 
 import dataclasses
 import inspect
@@ -13,7 +13,7 @@ from liger_ext.records import RECORDS, Make, Record
 ROOT = Path(__file__).parents[1]
 EACH = pytest.mark.parametrize("record", RECORDS.values(), ids=list(RECORDS))
 HELPERS = {"CountedRows", "CrossEntropyOutput", "LogProbsOutput", "check_errors", "count_rows"}
-NOT_OPS = HELPERS | {"linear_log_probs"}  # which is the fused loss's op
+NOT_OPS = HELPERS | {"linear_log_probs"}  # uses the fused loss's op
 
 
 def example(record, dtype=torch.float32):
@@ -28,7 +28,7 @@ def test_every_op_has_a_record():
 
 @pytest.mark.parametrize("record", sorted(Path(records.__path__[0]).glob("[a-z]*.py")), ids=lambda path: path.stem)
 def test_every_family_has_its_files(record):
-    """Under the record's name; what compiles or links alone is asked for by the build."""
+    """Files are named after the record; the build checks those that are only compiled or linked."""
     files = ("tests/test_{}.py", "liger_ext/ops/{}.py", "csrc/ops/{}.cpp")
     missing = [file for of in files if not (ROOT / (file := of.format(record.stem))).exists()]
     assert not missing
@@ -45,7 +45,7 @@ def test_inputs_are_the_arguments_in_their_order(record):
 
 @EACH
 def test_every_result_has_roundings(record):
-    """And every gradient of an input."""
+    """Also every gradient of an input."""
     tensors = {n: t for n, t in example(record).items() if isinstance(t, torch.Tensor)}
     floating = [n for n, t in tensors.items() if t.is_floating_point() and n not in record.constants]
     assert {*record.outputs, *(f"d{name}" for name in floating)} <= record.roundings.keys()

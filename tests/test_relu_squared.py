@@ -1,4 +1,4 @@
-"""Squared ReLU, under the one rule."""
+"""Squared ReLU, judged by the rule of liger_ext/rule.py."""
 
 import pytest
 import torch
@@ -21,13 +21,13 @@ def test_relu_squared(device, data):
 
 @pytest.mark.parametrize("shape", [(9001, 1), (2048, 2), (1501, 7), (3, 4095), (5, 4097)])
 def test_many_short_rows(device, shape):
-    """Which are one long row, in threads' and vectors' shares."""
+    """The kernel treats them as one long row, split into threads and vectors."""
     judge("relu_squared", {"x": normal(*shape, dtype=torch.bfloat16, device=device).requires_grad_()})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_special_values_as_in_pytorch(device, dtype):
-    """NaN, infinities, squares that overflow and vanish; the gradient at 0 is 0."""
+    """NaN, infinities, squares that overflow or underflow; the gradient at 0 is 0."""
     values = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 6e4, -6e4, 1e-30, 1e-4, 1.0]
     runs = []
     for function in (F.relu_squared, lambda x: torch.nn.functional.relu(x).square()):

@@ -1,4 +1,5 @@
-"""Models whose code comes with their weights (`trust_remote_code=True`): recognised by it as transformers' own."""
+"""Models whose code comes with their weights (`trust_remote_code=True`): patches recognise it like transformers'
+code."""
 
 import copy
 import pickle
@@ -27,10 +28,10 @@ from liger_ext.models.modules.mlp import MLP
 from liger_ext.models.patching.calls import is_patch
 
 run = test_trainer.run
-TYPES = "x", "llama"  # of its own; Llama's
+TYPES = "x", "llama"  # a model type of the repository; Llama's
 types = pytest.mark.parametrize("model_type", TYPES)
 PATCHED = {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention", "LlamaDecoderLayer", "LlamaForCausalLM"}
-# One change in each class, and another result.
+# One change per class that changes the result.
 CHANGES = {
     "LlamaRMSNorm": ("return self.weight * ", "return (1 + self.weight) * "),
     "LlamaMLP": (
@@ -45,7 +46,7 @@ CHANGES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Of repositories; transformers imports copies of their files from a folder beside it."""
+    """A folder for repositories; transformers imports copies of their files from another folder."""
     modules = str(tmp_path_factory.mktemp("modules"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", modules)
@@ -57,7 +58,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def repository(folder):
-    """Writes a repository where there is none yet."""
+    """Writes a repository unless it exists."""
 
     def repository(name, *args, **kwargs):
         path = folder / name
@@ -115,17 +116,17 @@ def test_a_class_with_one_change_stays(repository, model_type, changed):
         ours = patched(stock)
     with_it = (
         {"LlamaRMSNorm", "LlamaDecoderLayer"} if changed == "LlamaRMSNorm" else {changed}
-    )  # whose norm is not known
+    )  # the layer's norm is not known
     assert len(record) == 1 and patched_classes(ours) == PATCHED - with_it
     found, expected = step(ours, batch_of("cpu")), step(stock, batch_of("cpu"))
     assert_same(found, expected)
     unchanged = step(build(repository(f"a-copy_of.{model_type}", model_type)), batch_of("cpu"))
-    assert abs(unchanged["loss"] - expected["loss"]) > 1e-3  # the test can see the change
+    assert abs(unchanged["loss"] - expected["loss"]) > 1e-3  # the change affects the result
 
 
 @types
 def test_names_that_are_swapped_are_followed(repository, model_type):
-    """The text is Llama's but for the names: gate and up, the two norms of a layer, and arguments of other names."""
+    """The source differs from Llama's only in names: gate and up, the two norms of a layer, and arguments."""
     swaps = {
         "self.act_fn(self.gate_proj(x)) * self.up_proj(x)": "self.act_fn(self.up_proj(x)) * self.gate_proj(x)",
         " = self.input_layernorm(": " = self.swapped(",
@@ -139,7 +140,7 @@ def test_names_that_are_swapped_are_followed(repository, model_type):
     found, expected = step(ours, batch_of("cpu")), step(stock, batch_of("cpu"))
     assert_same(found, expected)
     unchanged = step(build(repository(f"not-swapped.{model_type}", model_type)), batch_of("cpu"))
-    assert abs(unchanged["loss"] - expected["loss"]) > 1e-3  # the test can see the change
+    assert abs(unchanged["loss"] - expected["loss"]) > 1e-3  # the swap affects the result
 
 
 def unknown(repository, model_type):
@@ -162,7 +163,7 @@ def test_nothing_is_recognised(repository, model_type):
 
 
 def test_a_function_of_one_family(llama):
-    """It takes a model that is of this family by its configuration."""
+    """It accepts models whose configuration belongs to this family."""
     model = llama("llama")
     with apply_liger_kernel_to_llama(model=model, swiglu=False):
         assert patched_classes(model) == PATCHED - {"LlamaMLP"}
@@ -174,7 +175,7 @@ def test_a_function_of_one_family(llama):
 
 @types
 def test_the_auto_class(repository, model_type):
-    path = repository(f"auto_{model_type}", model_type)  # which transformers' class has not seen
+    path = repository(f"auto_{model_type}", model_type)  # a repository that transformers has not imported yet
     model = build(path, AutoLigerKernelForCausalLM)
     assert patched_classes(model) == PATCHED and type(model)._auto_class in (None, "AutoModelForCausalLM")
     assert_same(step(model, batch_of("cpu")), step(build(path), batch_of("cpu")))
@@ -189,7 +190,7 @@ def test_copies_and_pickles(llama, model_type, copied):
     found = copy.deepcopy(model) if copied == "deepcopy" else pickle.loads(pickle.dumps(model, copied))
     assert [type(module) for module in found.modules()] == [type(module) for module in model.modules()]
     assert_same(step(found, batch_of("cpu")), step(model, batch_of("cpu")))
-    with pytest.MonkeyPatch.context() as patch:  # read by a version that knows nothing of it
+    with pytest.MonkeyPatch.context() as patch:  # unpickled by a version without this class
         patch.setattr("liger_ext.models.patches.find_patch", lambda cls: None)
         assert type(pickle.loads(pickle.dumps(model))) is stock
 
@@ -241,7 +242,7 @@ CALLS = """class LlamaMLP(nn.Module):
 
 
 def test_a_call_of_its_own_is_called(repository):
-    """Recognition does not read it, and nothing is fused across it."""
+    """Recognition does not read __call__, and our patches fuse nothing across it."""
     stock = build(repository("calls", "x", {"class LlamaMLP(nn.Module):\n": CALLS}))
     ours = patched(stock)
     assert_same(step(ours, batch_of("cpu")), step(stock, batch_of("cpu")))
@@ -254,7 +255,7 @@ STORES = "        attn_output = self.o_proj(attn_output)\n"
     "added", ["        self.seen = attn_output\n", "        assert len(list(super().children())) == 4\n"]
 )
 def test_an_attention_that_does_more_with_itself(repository, added):
-    """Its projections then run in it."""
+    """Its projections then run inside the attention's own forward."""
     name = f"itself-{len(added)}"
     stock = build(repository(name, "x", {STORES: added + STORES}))
     ours = patched(stock)
@@ -274,7 +275,7 @@ DECORATED = """class LlamaMLP(nn.Module):
 
 
 def test_a_decorator_of_its_own_is_called(repository):
-    """It has the name of one of transformers that changes nothing."""
+    """The decorator shares its name with one of transformers that changes nothing."""
     forward = "    def forward(self, x):\n        down_proj"
     changes = {
         "class LlamaMLP(nn.Module):\n": "import functools\n" + DECORATED,
@@ -320,7 +321,7 @@ def test_derived_from_transformers_own(repository):
 
 @pytest.mark.skipif(TRANSFORMERS < (5, 21), reason="older transformers have other code")
 def test_a_copy_of_an_earlier_llama(repository):
-    """Its head is written as before 5.21."""
+    """Its head has the code from before 5.21."""
     changes = {
         "        hidden_states = slice_logits_to_keep(hidden_states, logits_to_keep)\n": (
             "        slice_indices = "
@@ -337,7 +338,7 @@ def test_a_copy_of_an_earlier_llama(repository):
 @pytest.mark.skipif(TRANSFORMERS < (5, 17), reason="older transformers have other code")
 @pytest.mark.parametrize("family", ["gemma2", "granite", "mixtral", "qwen3"])
 def test_other_families(repository, family):
-    """By the functions of their own arguments, too: of Gemma, `geglu`."""
+    """Also by the functions with their own arguments: `geglu` of Gemma."""
     options = family_models.OPTIONS[family]
     stock = build(repository(family, family, family=family, options=options))
     family_models.set_experts(stock, "eager")
@@ -349,7 +350,7 @@ def test_other_families(repository, family):
 
 @pytest.mark.parametrize("model_type", [*TYPES, *(f"{name}, unknown" for name in TYPES)])
 def test_trains(run, repository, llama, model_type):
-    """It patches by itself, and trains on with a warning where nothing is recognised."""
+    """The Trainer patches the model; where nothing is recognised, it warns and trains unpatched."""
     name, _, is_unknown = model_type.partition(", ")
     make = (lambda: unknown(repository, name)) if is_unknown else (lambda: llama(name))
     model, stock = make(), make()

@@ -1,4 +1,4 @@
-"""Code that comes with weights, and reads like known code, but has something else behind its names."""
+"""Code that comes with weights and has the source of known code, but other objects behind its names."""
 
 import copy
 import importlib
@@ -49,7 +49,7 @@ class XMLP(nn.Module):
 
 @pytest.fixture
 def made(tmp_path, monkeypatch, request):
-    """Makes a module of a class in a file of `transformers_modules`, and one that is patched."""
+    """Builds a module from a class in a file of `transformers_modules`, and a patched copy."""
     package = types.ModuleType("transformers_modules")
     package.__path__ = [str(tmp_path)]
     monkeypatch.setitem(sys.modules, "transformers_modules", package)
@@ -97,7 +97,7 @@ def assert_same(stock, ours, *names):
     ],
 )
 def test_a_norm_of_other_tensors(made, old, new):
-    """No fused norm takes them: each step runs the author's code."""
+    """No fused norm accepts these tensors: the author's code runs in every step."""
     stock, ours, patched = made(NORM, old, new)
     assert patched
     assert_same(stock, ours)
@@ -106,7 +106,7 @@ def test_a_norm_of_other_tensors(made, old, new):
 @pytest.mark.parametrize("text", [NORM, MLP])
 @pytest.mark.parametrize("name", ["fits", "gate", "known"])
 def test_any_name_of_an_argument(made, text, name):
-    """Of a variable in our `forward` as well, as `fits` of norms is."""
+    """Also the name of a variable in our `forward`, such as `fits` in the norms."""
     stock, ours, patched = made(re.sub(r"\bx\b", name, text.replace("self.gate", "self.first")))
     assert patched
     assert_same(stock, ours, name)
@@ -125,7 +125,7 @@ def test_any_name_of_an_argument(made, text, name):
     ],
 )
 def test_names_that_are_ours(made, old, new):
-    """A class that uses a name of the mixin that would replace it stays as it is."""
+    """A class that defines a name of our mixin stays unpatched."""
     stock, ours, patched = made(MLP, old, new)
     assert not patched
     assert_same(stock, ours)

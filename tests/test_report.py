@@ -1,4 +1,4 @@
-"""`python -m liger_ext.models.recognise`: what it says of code that is not known, and of wrong arguments."""
+"""`python -m liger_ext.models.recognise`: its report on unknown code, and its errors for wrong arguments."""
 
 import json
 import os
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="older transforme
 
 @pytest.fixture
 def without(monkeypatch):
-    """Takes the entries of a class out of the table."""
+    """Removes a class's entries from the table."""
 
     def take(example):
         left = tuple(entry for entry in known.entries() if entry.example != example)
@@ -38,7 +38,7 @@ def described(path):
 
 
 def test_a_head_has_a_draft(without):
-    """Whatever else is in its folder, and how its name ends."""
+    """With any other files in its folder, and any ending of its name."""
     without("ernie4_5_vl_moe.Ernie4_5_VLMoeForConditionalGeneration")
     text, entry = described("ernie4_5_vl_moe.Ernie4_5_VLMoeForConditionalGeneration")
     assert "+    output_router_logits = " in text and entry["replacement"].startswith("causal_lm.Moe")
@@ -56,8 +56,8 @@ def test_methods_are_compared(without):
 @pytest.mark.parametrize(
     "path, attributes",
     [
-        ("granitemoeshared.GraniteMoeSharedMLP", "GATE_UP ACTIVATION DOWN"),  # at the same places
-        ("bitnet.BitNetMLP", "DOWN ffn_sub_norm ACTIVATION GATE UP"),  # by their names, and one that nothing has
+        ("granitemoeshared.GraniteMoeSharedMLP", "GATE_UP ACTIVATION DOWN"),  # in the same positions
+        ("bitnet.BitNetMLP", "DOWN ffn_sub_norm ACTIVATION GATE UP"),  # by their names, and one name that no entry has
     ],
 )
 def test_attributes_of_a_draft(without, path, attributes):

@@ -1,4 +1,4 @@
-"""RMSNorm and add+RMSNorm: every output and gradient under the one rule, and what is defined at the edges."""
+"""RMSNorm and add+RMSNorm: every output and gradient, judged by the rule of liger_ext/rule.py, and edge cases."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_add_rms_norm(device, data):
     [(3, 8192), (2, 65536), (2, 65537), (1, 131072), (3, 70001), (1500, 96), (700, 1), (140, 40960), (150, 65536)],
 )
 def test_wide_and_long(device, dtype, shape):
-    if device.type == "cpu" and shape[1] > 10_000:  # more rows than a GPU has multiprocessors are only much work here
+    if device.type == "cpu" and shape[1] > 10_000:  # many rows matter on a GPU only
         shape = (min(shape[0], 33), shape[1])
     x, weight = (
         normal(*shape, dtype=dtype, device=device),
@@ -95,7 +95,7 @@ def test_gradient_of_either_output_alone(device, used):
 
 
 def test_casting_mode_decides_where_bfloat16_is_rounded(device):
-    """llama rounds x * rstd before the weight: a weight of 3 then gives multiples of 3 of bfloat16 numbers, rounded
+    """llama rounds x * rstd before the multiplication: a weight of 3 then yields bfloat16 numbers times 3, rounded
     again."""
     x = normal(8, 256, dtype=torch.bfloat16, device=device)
     weight = torch.full((256,), 3.0, dtype=torch.bfloat16, device=device)

@@ -1,4 +1,5 @@
-"""Rotary position embedding under the one rule: any strides, shared or batched tables, partial rotation."""
+"""Rotary position embedding, judged by the rule of liger_ext/rule.py: any strides, shared or batched tables, partial
+rotation."""
 
 import functools
 
@@ -20,7 +21,7 @@ def tables(batch, seq, rotary, dtype, device, seed=0, layout="contiguous"):
     if layout == "transposed":
         angle = angle.transpose(0, 1).contiguous().transpose(0, 1)
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-    if layout == "columns":  # the first of a wider table
+    if layout == "columns":  # the first columns of a wider table
         cos, sin = (torch.cat((t, t), -1)[..., :rotary] for t in (cos, sin))
     return {"cos": cos, "sin": sin}
 
@@ -28,9 +29,9 @@ def tables(batch, seq, rotary, dtype, device, seed=0, layout="contiguous"):
 def heads(batch, count, seq, dim, dtype, device, seed, layout):
     """[batch, heads, seq, dim] in the layouts that models use."""
     made = functools.partial(normal, dtype=dtype, device=device, seed=seed)
-    if layout == "hf":  # a projection's output, seen as heads
+    if layout == "hf":  # a projection's output, viewed as heads
         return made(batch, seq, count, dim).transpose(1, 2)
-    if layout == "packed":  # a slice of one fused q, k, v projection
+    if layout == "packed":  # a slice of a fused q, k, v projection
         return made(batch, seq, count + 3, dim)[:, :, 2 : 2 + count].transpose(1, 2)
     if layout == "columns":
         return made(batch, count, seq, 2 * dim)[..., ::2]
@@ -78,7 +79,7 @@ def test_batch_seq_heads_layout(device):
 
 
 def test_a_dense_layout_is_kept(device):
-    """Hugging Face's transposed q and k stay as they are laid out: what follows needs no copy."""
+    """The outputs keep the layout of Hugging Face's transposed q and k: the next op needs no copy."""
     q = heads(2, 4, 6, 16, torch.float32, device, 0, "hf")
     k = heads(2, 2, 6, 16, torch.float32, device, 1, "contiguous")
     q_out, k_out = F.rope(q, k, **tables(1, 6, 16, torch.float32, device))
@@ -104,15 +105,15 @@ def test_rotation_and_its_backward_are_inverse(device, layout):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layouts_are_permutations_of_columns(device, dtype):
-    """The same bits as those of halves, wherever the pairs are and however wide the tables: of whole vectors, of single
-    elements, and of some columns."""
+    """Bits equal those of the layout "halves", for other positions of the pairs and widths of the tables: with whole
+    vectors, single elements, and partial rotation."""
     for dim, rotary in ((128, 128), (64, 32), (20, 12)):
         q, k = (normal(2, count, 5, dim, dtype=dtype, device=device, seed=count) for count in (3, 1))
         half = tables(1, 5, rotary // 2, dtype, device)
         whole = {name: torch.cat((t, t), -1) for name, t in half.items()}
 
         def woven(t, rotary=rotary):
-            """From halves to interleaved."""
+            """Permutes columns from halves to interleaved."""
             mixed = torch.stack(t[..., :rotary].chunk(2, -1), -1).flatten(-2)
             return torch.cat((mixed, t[..., rotary:]), -1)
 

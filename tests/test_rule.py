@@ -1,5 +1,5 @@
-"""The rule itself: right implementations pass it, and each of a list of wrong ones fails. A test that cannot fail
-is a defect."""
+"""The rule of liger_ext/rule.py: it accepts right implementations, and rejects each of a list of wrong ones. A test
+that cannot fail is a defect."""
 
 import math
 
@@ -36,13 +36,13 @@ def rms_inputs(dtype=BF16, rows=64, cols=200):
 
 
 def rms_norm(x, weight, eps=1e-6, casting_mode="gemma", shift=0, rows=None, count=0, bits=None):
-    """A right RMSNorm in plain PyTorch, and with one argument a wrong one."""
+    """A correct RMSNorm in plain PyTorch; each further argument introduces an error."""
     x_wide, weight = upcast({"x": x, "w": weight}).values()
     if rows is not None:
         weight = torch.cat([weight.expand(rows, -1), weight.detach().expand(len(x) - rows, -1)])
     y = x_wide * torch.rsqrt(x_wide.square().sum(-1, keepdim=True) / (x.shape[-1] + count) + eps) * weight
     rounded = y.to(x.dtype)
-    if shift:  # the next number, away from zero
+    if shift:  # the next representable number, away from zero
         step = 2 * half_ulp(y.detach().double(), x.dtype).to(y.dtype) * y.detach().sign()
         rounded = (rounded.to(y.dtype) + shift * step).to(x.dtype)
     if bits:  # rounding towards zero
@@ -78,7 +78,7 @@ def test_a_wrong_norm_fails_in_fp32(change):
 
 
 def test_arithmetic_in_16_bits_fails():
-    """PyTorch's own composition in bfloat16 rounds after every step: not what is promised."""
+    """PyTorch's composition in bfloat16 rounds after every step, which breaks our promise of one rounding."""
     gate, up = (normal(50, 80, dtype=BF16, seed=i).requires_grad_() for i in range(2))
     assert worst("swiglu", {"gate": gate, "up": up}, lambda gate, up: torch.nn.functional.silu(gate) * up) > 1
 
@@ -86,7 +86,7 @@ def test_arithmetic_in_16_bits_fails():
 @pytest.mark.parametrize("name", ["swiglu", "geglu", "layer_norm", "rope", "softmax"])
 @pytest.mark.parametrize("column", [0, -1])
 def test_one_wrong_element_fails(name, column):
-    """One element of one row, by one part in 50."""
+    """One element of one row, wrong by one part in 50."""
     arguments = {
         "swiglu": lambda: {"gate": normal(9, 33, dtype=BF16), "up": normal(9, 33, dtype=BF16, seed=1)},
         "geglu": lambda: {"gate": normal(9, 33, dtype=BF16), "up": normal(9, 33, dtype=BF16, seed=1)},
@@ -152,7 +152,7 @@ def test_a_wrong_fused_loss_fails(dtype):
     right = RECORDS["fused_linear_cross_entropy"].baseline
     assert worst("fused_linear_cross_entropy", inputs, right) <= 1
 
-    def chunk_forgotten(x, weight, target):  # dweight of the last 8 rows
+    def chunk_forgotten(x, weight, target):  # omits dweight of the last 8 rows
         logits = torch.cat([x[:56] @ weight.T, x[56:] @ weight.detach().T])
         return right_loss(logits, target)
 

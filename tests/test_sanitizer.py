@@ -1,7 +1,9 @@
-"""The compact selection for compute-sanitizer: every kernel, forward and backward, at small odd and at
-vector-aligned shapes; persistent blocks with rows enough for their rings to wrap around, clusters, and the kernels that
-write in place. Without compilation. ``compute-sanitizer --tool memcheck python -m pytest -m "sanitizer and cuda"``,
-then ``--tool racecheck``."""
+"""A small selection of tests for compute-sanitizer: every kernel, forward and backward, with small odd and
+vector-aligned shapes; persistent blocks with enough rows to fill their pipeline stages repeatedly, clusters, and
+kernels that work in place. Nothing is compiled.
+
+Run ``compute-sanitizer --tool memcheck python -m pytest -m "sanitizer and cuda"``, then with ``--tool racecheck``.
+"""
 
 import itertools
 
@@ -26,7 +28,7 @@ def test_small(device, example, dtype):
 
 
 def assert_finite(op, made):
-    """The gradients of a call."""
+    """Asserts that the gradients of a call are finite."""
     outputs = losses_of(OPS[op].run(**made))
     found = torch.autograd.grad([t.float().sum() for t in outputs], leaves_of(made))
     assert all(g.isfinite().all() for g in found)
@@ -34,7 +36,7 @@ def assert_finite(op, made):
 
 @pytest.mark.parametrize("cols", [64, 1000, 5003, 33_000])
 def test_rows(device, cols):
-    """Paths that small rows do not take: several warps a row, and rows that are read again."""
+    """Paths that small rows do not use: several warps per row, and two-pass rows."""
     options = {"label_smoothing": 0.1, "softcap": 20.0, "lse_square_scale": 1e-3}
     for op in ("rms_norm", "add_rms_norm", "layer_norm", "swiglu", "geglu", "softmax", "cross_entropy"):
         made = arguments(op, 5, cols, torch.bfloat16, device)
@@ -55,8 +57,8 @@ def test_rings_clusters_and_writes_in_place(path):
 
 
 def watched_kernels(profile):
-    """{(op, kernel, its integer arguments, is it a cluster's?): does its ring, if it has one, wrap around?} of
-    the persistent kernels and of those with clusters."""
+    """{(op, kernel, its integer arguments, whether it has clusters): whether its pipeline stages, if any, are reused}
+    for persistent kernels and kernels with clusters."""
     found = {}
     for path in WATCHED:
         rows = path.rows(profile)
@@ -72,7 +74,7 @@ def watched(op, launch):
 
 
 def planned_kernels(profile):
-    """The same kernels, of calls of all lengths."""
+    """The same kernels, planned for calls of all lengths."""
     lengths = [*range(8, 4096, 56), *range(4096, 600_000, 9992), *(2**i for i in range(12, 20))]
     ops = (*ROW_OPS, "fused_linear_cross_entropy")
     for op, rows, cols, dtype in itertools.product(ops, (1, 40, 300, 65_536), lengths, ("bfloat16", "float32")):
@@ -84,7 +86,7 @@ def planned_kernels(profile):
 
 @pytest.mark.parametrize("name", ["H100", "H200", "B200"])
 def test_the_selection_has_every_persistent_kernel_and_every_cluster(name):
-    """Each ring with rows enough that its places are filled again and again."""
+    """Kernels with pipeline stages have enough rows to fill each stage repeatedly."""
     profile = _C.profile(name)
     found = watched_kernels(profile)
     assert all(found.values()), [key for key, again in found.items() if not again]
@@ -103,6 +105,6 @@ def test_the_selection_has_every_persistent_kernel_and_every_cluster(name):
 
 
 def test_the_selection_is_compact():
-    """Rows are few where neither rings nor clusters need them."""
+    """Calls have few rows unless pipeline stages or clusters need more."""
     profile = _C.profile("H200")
     assert sum(path.rows(profile) * path.cols for path in WATCHED) < 1.3e9

@@ -1,5 +1,5 @@
-"""Heads whose logits are multiplied before the loss, of Granite, Cohere 2 and Falcon-H1, where the head is more than a
-matmul: what is multiplied are its results, as its hooks, its bias and its own code see."""
+"""Heads whose logits are scaled before the loss (Granite, Cohere 2, Falcon-H1), where the head is more than a matmul:
+the factor applies to the head's results, after its hooks, its bias and its code."""
 
 import copy
 import types
@@ -55,7 +55,7 @@ def adapter_with_a_bias(model):
         next(b for name, b in model.named_parameters() if "lora_B" in name and name.endswith("bias")).normal_()
 
 
-CALLED_BARE = bias, module_of_ones_own, adapter_with_a_bias  # whose logits need not exist at once
+CALLED_BARE = bias, module_of_ones_own, adapter_with_a_bias  # their logits may be computed in chunks
 CHANGES = bias, hook_that_adds, hook_before, forward_on_the_instance, module_of_ones_own, adapter_with_a_bias
 
 
@@ -85,7 +85,7 @@ def test_hooks_read_what_the_head_makes(family):
 
 
 def test_a_step_without_data():
-    """On the meta device positions cannot be read."""
+    """On the meta device the test cannot read positions."""
     with torch.device("meta"):
         config = Gemma2Config(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1)
         model = Gemma2ForCausalLM(config)

@@ -1,4 +1,4 @@
-"""Which tests run: the marker slow, shares, and skips that are compared with a table (selection.py)."""
+"""Selection of tests: the marker slow, shares, and skips, which are compared with a table (selection.py)."""
 
 import os
 import subprocess
@@ -65,7 +65,7 @@ def test_b(i):
 
 
 def test_a_run(tmp_path):
-    """Of two processes: what is selected, and that other skips than expected fail it."""
+    """Two processes: the run selects the right tests, and fails if skips differ from the table."""
     (tmp_path / "selection.py").symlink_to(HERE / "selection.py")
     (tmp_path / "skips.txt").write_text("ci  all  reason\n3   2    no reason\n")
     (tmp_path / "test_suite.py").write_text(SUITE)

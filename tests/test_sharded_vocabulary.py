@@ -1,5 +1,5 @@
-"""The fused loss with its vocabulary sharded over two and over three processes: under the rule of the op without
-shards, and the same bits in every process. The cases are those of sharded_cases.py; all run in one start."""
+"""The fused loss with its vocabulary sharded over two and over three processes: within the rule of the op without
+shards, and bit-identical in all processes. sharded_cases.py has the cases; one start runs all."""
 
 import functools
 import itertools
@@ -32,7 +32,8 @@ def test_sharded_vocabulary(errors, case):
 
 @pytest.mark.cuda
 def test_one_gpu():
-    """Loss and log-probabilities with NCCL; and once the sizes of the shards are known nothing waits for the device."""
+    """Loss and log-probabilities with NCCL; nothing synchronises with the device once the sizes of the shards are
+    known."""
     dist = torch.distributed
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -1,4 +1,4 @@
-"""Softmax over the last dimension, under the one rule."""
+"""Softmax over the last dimension, judged by the rule of liger_ext/rule.py."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Matrix products call the library that torch is linked to, also where another one of that name was loaded before."""
+"""GPU matmuls call the BLAS library that torch is linked to, even if another version of it was loaded before."""
 
 import ctypes
 import shutil
@@ -46,7 +46,7 @@ def test_a_library_of_another_version_is_not_taken(tmp_path):
         ctypes.CDLL(str(tmp_path / name), mode=ctypes.RTLD_GLOBAL) for name in ("libfakeblas.so.12", "libonly_here.so")
     )
     assert (other.fakeblas_gemm(), elsewhere.fakeblas_elsewhere()) == (12, 7)
-    assert ctypes.CDLL(None).fakeblas_gemm() == 12  # what a search of the whole process finds
+    assert ctypes.CDLL(None).fakeblas_gemm() == 12  # a search of the whole process finds this version
     ours = ctypes.CDLL(str(tmp_path / "libours.so"))
     assert [ours.call(b"fakeblas_gemm", of_torch) for of_torch in (True, False)] == [13, 12]
     assert [ours.call(b"fakeblas_elsewhere", of_torch) for of_torch in (True, False)] == [-1, 7]

@@ -1,5 +1,5 @@
-"""Threads of Python that call ops at once. ``make test-tsan`` runs this under ThreadSanitizer, which finds whatever two
-calls share and do not guard."""
+"""Python threads that call ops at the same time. ``make test-tsan`` runs this under ThreadSanitizer, which finds
+unsynchronised state that calls share."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,13 +11,14 @@ from ops import EXAMPLES, IDS
 
 from liger_ext.testing import outputs_of
 
-pytestmark = pytest.mark.skipif(host_target(), reason="the host target watches one call at a time")
+pytestmark = pytest.mark.skipif(host_target(), reason="the host target checks one call at a time")
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=IDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_calls_at_once(device, example, dtype):
-    """Of one op, forward and backward, on the same tensors: each thread has the bits that a call by itself has."""
+    """One op, forward and backward, on the same tensors: each thread's results have the bits of a call without
+    threads."""
     arguments = example.arguments(device, dtype)
     threads = 4
     start = threading.Barrier(threads)

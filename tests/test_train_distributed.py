@@ -1,4 +1,4 @@
-"""examples/train_distributed.py: the same losses on any number of processes, and after one of them was killed."""
+"""examples/train_distributed.py: equal losses on any number of processes, and after one of them was killed."""
 
 import contextlib
 import importlib
@@ -24,7 +24,7 @@ OPTIONS = ["--steps", "16", "--batch", "4", "--seq", "32", "--lr", "1e-3", "--lo
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory):
-    """A small Llama with a tokenizer, and a text: this project's own documents."""
+    """A small Llama, its tokenizer, and a text: this project's documents."""
     folder = tmp_path_factory.mktemp("model")
     text = "\n".join(path.read_text() for path in sorted(ROOT.glob("*.md")))
     (folder / "text.txt").write_text(text)
@@ -54,7 +54,7 @@ def of_text(material, output):
 
 
 def losses(said):
-    """By step; a step that was made again counts as it was the last time."""
+    """{step: loss}; of a repeated step, the last one."""
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+)/\d+: loss ([\d.]+)", said)}
 
 
@@ -66,14 +66,14 @@ def finish(process):
 
 @pytest.fixture(scope="module")
 def script():
-    """As a module."""
+    """Loads the example as a module."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(SCRIPT.parent)
         yield importlib.import_module("train_distributed")
 
 
 def run_here(script, *arguments):
-    """On the CPU, in this process, which saves the start of another one."""
+    """Runs it on the CPU in this process, which saves the start of another process."""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         patch.setattr(sys, "argv", ["train_distributed.py", *map(str, arguments)])
@@ -100,7 +100,7 @@ def test_it_learns_and_saves(material, script, alone):
     loss = AutoModelForCausalLM.from_pretrained(material)(input_ids=ids, labels=ids).loss
     assert found[1] == pytest.approx(loss.item(), rel=1e-4)
     model, before = AutoModelForCausalLM.from_pretrained(output), AutoModelForCausalLM.from_pretrained(material)
-    with torch.no_grad():  # of the same text, whatever the project's documents say
+    with torch.no_grad():  # on a fixed text, which does not change with the project's documents
         after, untrained = (each(input_ids=windows[:32], labels=windows[:32]).loss for each in (model, before))
     assert after < untrained - 0.1, (after, untrained)
     assert not torch.equal(model.model.norm.weight, before.model.norm.weight)
@@ -118,7 +118,7 @@ def test_four_processes_train_as_one(material, alone, tmp_path):
 
 @pytest.mark.slow
 def test_a_process_is_killed(material, alone, tmp_path):
-    """torchrun ends the others; a single one goes on from the newest checkpoint, and ends on the same curve."""
+    """torchrun ends the others; one process resumes from the newest checkpoint and ends on the same curve."""
     process = start(2, *of_text(material, tmp_path))
     said = ""
     for line in process.stdout:
@@ -141,13 +141,13 @@ def test_a_process_is_killed(material, alone, tmp_path):
 
 @pytest.mark.slow
 def test_random_weights(script, tmp_path):
-    """They, and tokens of Python's own library, are the same on any number of processes; nothing is saved."""
+    """Random weights, and tokens of Python's standard library, are equal for any number of processes; saves nothing."""
     options = ["random:tiny", "--steps", 5, "--batch", 2, "--seq", 32, "--lr", 1e-3, "--log-every", 2, "--alone", 1]
     options += ["--save-every", 0, "--output", tmp_path / "none"]
     said = run_here(script, *options), finish(start(2, *options))
     assert losses(said[0]) == pytest.approx(losses(said[1]), rel=1e-4) and losses(said[0]).keys() == {1, 2, 4, 5}
     assert losses(said[0])[1] == pytest.approx(math.log(1024), rel=0.05)
-    rates = re.findall(r", ([\d,]+) tokens/s, ([\d,]+) per process \(([\d.]+) of one alone\)\n", said[1])
+    rates = re.findall(r", ([\d,]+) tokens/s, ([\d,]+) per process \(([\d.]+) of one process alone\)\n", said[1])
     assert len(rates) == 4
     for rate in rates:
         both, each, share = (float(number.replace(",", "")) for number in rate)
@@ -158,7 +158,7 @@ def test_random_weights(script, tmp_path):
 @pytest.mark.parametrize(
     "options, words",
     [
-        (["--batch", "3"], "--batch 3 cannot be shared equally by 2 processes"),
+        (["--batch", "3"], "--batch 3 cannot be divided equally among 2 processes"),
         (["--seq", "99999999"], "one batch of 1 x 99999999 needs"),
         (["--steps", "-4"], "argument --steps: -4 is less than 1"),
         (["--batch", "0"], "argument --batch: 0 is less than 1"),

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: every scenario with a patched model, and with an unpatched copy of it."""
+"""Hugging Face's Trainer with a patched model: every scenario is compared with an unpatched copy of the model."""
 
 import contextlib
 import copy
@@ -22,7 +22,7 @@ LOSS = {"fused_linear_cross_entropy"}
 
 
 def row(index):
-    """A document of 6 to 14 tokens, of which some are labels; the model has no use for one of the columns."""
+    """A document of 6 to 14 tokens, some of which are labels; the Trainer must drop the unused column."""
     ids = tokens(6 + index * 5 % 9, seed=index)
     labels = ids.clone()
     labels[: index * 7 % len(ids)] = -100
@@ -40,13 +40,14 @@ def padded(rows):
 
 @pytest.fixture
 def run(tmp_path, device, monkeypatch):
-    """Trains and evaluates: what was logged, what the model is at the end, and which of our ops ran when."""
+    """Trains and evaluates: returns the log, the final parameters, and the names of our ops in training and
+    evaluation."""
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    reset = accelerate.state.AcceleratorState._reset_state  # it outlives a Trainer, with its autocast
+    reset = accelerate.state.AcceleratorState._reset_state  # the state, with its autocast, outlives a Trainer
 
     def run(model, cls=Trainer, resume=None, collate=padded, of_trainer=None, record=True, **options):
         reset(reset_partial_state=True)
-        # Under Adam's usual eps, 1e-8, what has almost no gradient moves by the sign of a rounding error.
+        # With Adam's default eps, 1e-8, a parameter with almost no gradient moves by the sign of a rounding error.
         defaults = dict(
             output_dir=str(tmp_path), use_cpu=device.type == "cpu", max_steps=3, gradient_accumulation_steps=2,
             per_device_train_batch_size=2, per_device_eval_batch_size=5, learning_rate=2e-3, adam_epsilon=1e-4,
@@ -56,7 +57,7 @@ def run(tmp_path, device, monkeypatch):
             model, TrainingArguments(**{**defaults, **options}), train_dataset=ROWS, eval_dataset=ROWS,
             data_collator=collate, **(of_trainer or {}),
         )  # fmt: skip
-        training, evaluation = RecordCalls(), RecordCalls()  # nothing is compiled while calls are recorded
+        training, evaluation = RecordCalls(), RecordCalls()  # recording calls keeps models from being compiled
         with training if record else contextlib.nullcontext():
             trainer.train(resume_from_checkpoint=resume)
         with evaluation if record else contextlib.nullcontext():
@@ -81,7 +82,7 @@ def parameters(model):
 
 
 def assert_same(found, expected, start, tolerance=1e-4):
-    """The parameters at the end are judged by how far they have come."""
+    """Compares logs, and final parameters relative to how far they moved from the start."""
     assert len(expected.logged["loss"]) >= 3
     for name, values in expected.logged.items():
         assert found.logged[name] == pytest.approx(values, rel=tolerance), name
@@ -97,7 +98,7 @@ def assert_same(found, expected, start, tolerance=1e-4):
 
 @pytest.fixture
 def compare(run):
-    """The same run of a patched copy and of the model itself."""
+    """Runs a patched copy and the model itself with the same settings, and compares."""
 
     def compare(stock, tolerance=1e-4, **options):
         start, model = parameters(stock), copy.deepcopy(stock)
@@ -125,7 +126,7 @@ def compare(run):
         SMOOTHED,
         dict(bf16=True),
         dict(adapted=True),
-        pytest.param(dict(fp16=True), marks=pytest.mark.cuda),  # accelerate has none on a CPU
+        pytest.param(dict(fp16=True), marks=pytest.mark.cuda),  # accelerate has no fp16 on a CPU
     ],
     ids=lambda options: ",".join(options) or "fp32",
 )
@@ -135,16 +136,16 @@ def test_settings(compare, device, options):
         model, options = lora(model), {}
     if options.get("fp16") and device.type == "cpu":
         pytest.skip("accelerate has no fp16 on a CPU")
-    # In 16 bits the two round at other places: by 2^-8 of bf16, in each of the steps.
+    # In 16 bits the two models round at other places: in each step by 2^-8 in bf16.
     tolerance = 3e-2 if options.keys() & {"bf16", "fp16"} else 1e-4
     found, _ = compare(model.train(), tolerance, **options)
-    # Trainer's own label smoothing takes the labels away and wants logits.
+    # Trainer's label smoothing removes the labels and reads logits.
     assert (found.ops >= LOSS) is ("label_smoothing_factor" not in options)
     assert not found.evaluation_ops & LOSS
 
 
 class InFullPrecision(Trainer):
-    """TrainingArguments of transformers 5.17 with torch_compile=True leave TF32 on, whatever `tf32` says."""
+    """In transformers 5.17, TrainingArguments with torch_compile=True leaves TF32 on for any value of `tf32`."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -166,14 +167,14 @@ def test_compiled(compare, device):
     torch._dynamo.reset()
     graphs = torch._dynamo.utils.counters["stats"]
     before = graphs["unique_graphs"]
-    options = dict(torch_compile=True, torch_compile_backend="aot_eager", tf32=False)  # it would switch TF32 on
+    options = dict(torch_compile=True, torch_compile_backend="aot_eager", tf32=False)  # torch_compile would enable TF32
     compare(build(device=device).train(), record=False, cls=InFullPrecision, **options)
     assert graphs["unique_graphs"] >= before + 2
 
 
 @pytest.mark.parametrize("options", [{}, dict(return_flash_attn_kwargs=True, return_seq_idx=True)], ids=["", "kwargs"])
 def test_packed_documents(compare, run, device, options):
-    """Positions that begin again keep documents apart: the losses are those of padded rows."""
+    """Positions that restart separate documents: the losses equal those of padded rows."""
     stock = build(device=device).train()
     alone = run(copy.deepcopy(stock), gradient_accumulation_steps=1)
     found, _ = compare(stock, collate=DataCollatorWithFlattening(**options), gradient_accumulation_steps=1)
@@ -199,12 +200,12 @@ def test_metrics(compare, device, preprocess):
 
 
 def learner(device):
-    """A model that has guessed something right after three steps."""
+    """A model that predicts some tokens correctly after three steps."""
     return build(device=device, initializer_range=0.05).train()
 
 
 class CountsRight(Trainer):
-    """Takes the accuracy from the fused loss, and of a stock model from its logits."""
+    """Reads the accuracy from the fused loss, and for a stock model from its logits."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         fused = isinstance(model, llama.LlamaForCausalLM)
@@ -229,7 +230,7 @@ def test_accuracy_without_logits(compare, device):
 
 
 class Guesses(Trainer):
-    """Its predictions are the most likely tokens, -1 where there is no label, for which no logits are kept."""
+    """Returns the most likely tokens as predictions, -1 at ignored labels, without logits."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         fused = isinstance(model, llama.LlamaForCausalLM)
@@ -252,7 +253,7 @@ def test_metrics_without_logits(compare, device):
 
 
 class ReadsLogits(Trainer):
-    """A loss of the user's own, to which large logits add."""
+    """A user's loss, which adds a penalty on large logits."""
 
     asks = False
 
@@ -276,7 +277,7 @@ def test_a_trainer_that_reads_logits(compare, run, device):
 
 
 def weighted(outputs, labels, num_items_in_batch=None):
-    """A loss function of the user's own: half of the usual one."""
+    """A user's loss function: half of the default loss."""
     logits, labels = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     return 0.5 * nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
 
@@ -292,7 +293,7 @@ def test_loss_of_the_users_own(compare, device):
     ids=["loss alone", "metrics", "label smoothing", "loss function"],
 )
 def test_use_liger_kernel(run, device, options, of_trainer):
-    """Trainer patches by itself, and evaluates with `skip_logits=True` where nothing but the loss is wanted."""
+    """Trainer patches the model, and evaluates with `skip_logits=True` if it needs only the loss."""
     model, stock = learner(device), learner(device)
     start = parameters(stock)
     with compat.install():
@@ -307,7 +308,8 @@ def test_use_liger_kernel(run, device, options, of_trainer):
 @pytest.mark.parametrize("second", ["patched", "stock"])
 @pytest.mark.parametrize("first, adapted", [("patched", False), ("stock", False), ("patched", True)])
 def test_resume(run, tmp_path, device, first, second, adapted):
-    """From a checkpoint into a model with other weights (or adapters): as if there had been no break."""
+    """From a checkpoint into a model with other weights (or adapters): the results equal those of an uninterrupted
+    run."""
 
     def model(kind, seed):
         made = build(device=device, seed=0 if adapted else seed).train()
@@ -325,7 +327,7 @@ def test_resume(run, tmp_path, device, first, second, adapted):
 
 
 def test_best_model_at_the_end(compare, device):
-    """Judged here by the largest loss, so that it is the first one."""
+    """The best model has the largest loss here, so that it is the first one."""
     options = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1)
     options |= dict(load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=True)
     found, expected = compare(build(device=device).train(), **options)
@@ -333,7 +335,7 @@ def test_best_model_at_the_end(compare, device):
 
 
 class RunsOut(Trainer):
-    """Has memory for two rows."""
+    """Runs out of memory with more than two rows."""
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         if len(inputs["input_ids"]) > 2:

@@ -1,5 +1,5 @@
-"""Trainer and TRL's SFTTrainer with what other families than Llama do differently: logits that are softcapped, experts
-whose router adds to the loss, a head whose logits are divided. Patched, and an unpatched copy of it."""
+"""Trainer and TRL's SFTTrainer with features of other families than Llama: softcapped logits, experts whose router adds
+to the loss, and scaled logits. A patched model is compared with an unpatched copy."""
 
 import copy
 
@@ -23,7 +23,7 @@ LAYERS = {"rms_norm", "rope"}
 
 
 def build(family, device):
-    """Each token goes to every expert: rounding does not change who is chosen."""
+    """Every expert processes each token: rounding does not change the choice of experts."""
     options = family_models.all_experts(family)
     model = family_models.build(family, device, num_hidden_layers=2, initializer_range=0.1, **options)
     assert family != "mixtral" or (model.config.output_router_logits and model.router_aux_loss_coef)
@@ -31,7 +31,7 @@ def build(family, device):
 
 
 def flat(predictions):
-    """Of a model with experts they are a tuple: logits, and what the router says of each layer."""
+    """Flattens the predictions of a model with experts: a tuple of logits and router logits of each layer."""
     if isinstance(predictions, (tuple, list)):
         return [part for each in predictions for part in flat(each)]
     return [predictions]
@@ -59,7 +59,7 @@ def compare(run, stock, **options):
 )
 def test_trainer(run, device, family, options):
     found, _ = compare(run, build(family, device), **options)
-    # Trainer's own label smoothing takes the labels away and wants logits.
+    # Trainer's label smoothing removes the labels and reads logits.
     assert (found.ops >= LOSS) is (options != SMOOTHED)
     assert not found.evaluation_ops & LOSS
 

@@ -1,4 +1,4 @@
-"""Training: thirty steps of a patched and an unpatched Llama (test_trainer.py: with Hugging Face's Trainer)."""
+"""Training: thirty steps of a patched and an unpatched Llama (test_trainer.py uses Hugging Face's Trainer)."""
 
 import copy
 
@@ -10,9 +10,9 @@ STEPS = 30
 
 
 def train(model, device):
-    """Thirty steps on four batches that come again and again; the losses, and all parameters at the end."""
-    # Under Adam's usual eps, 1e-8, what has almost no gradient moves by the sign of a rounding error. This one keeps
-    # the distance from a more precise run the same from seed to seed (in fp32 within 20%; there a factor of 20).
+    """Thirty steps on four batches in turn; returns the losses, and all parameters at the end."""
+    # With Adam's default eps, 1e-8, a parameter with almost no gradient moves by the sign of a rounding error. With
+    # this eps, the distance from a more precise run varies little between seeds (docs/measurements.md).
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01, eps=1e-4)
     losses = []
     for step in range(STEPS):
@@ -31,7 +31,7 @@ def parameters(model):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_thirty_steps(device, dtype):
-    """The bound is how far the unpatched run is from the same run in higher precision."""
+    """The bound is the unpatched run's distance from the same run in higher precision."""
     stock = build(device=device, dtype=dtype, initializer_range=0.05).train()
     reference = exact(stock) if dtype == torch.float32 else copy.deepcopy(stock).float()
     model = patched(stock)
@@ -39,9 +39,9 @@ def test_thirty_steps(device, dtype):
     exact_losses, exact_end = train(reference, device)
     losses, end = train(stock, device)
     our_losses, our_end = train(model, device)
-    assert exact_losses[-4:].mean() < 0.75 * exact_losses[:4].mean(), "nothing is learnt: nothing would be proved"
+    assert exact_losses[-4:].mean() < 0.75 * exact_losses[:4].mean(), "the reference run does not learn"
 
-    # At each step, seen against the largest deviation of the unpatched run so far.
+    # At each step, relative to the largest deviation of the unpatched run so far.
     bound = FACTOR * (losses - exact_losses).abs().cummax(0).values + rounding(dtype) * exact_losses
     assert ((our_losses - exact_losses).abs() <= bound).all()
     assert ((our_losses - losses).abs() <= bound).all()
@@ -52,7 +52,7 @@ def test_thirty_steps(device, dtype):
 
 
 def test_evaluation_without_logits(device):
-    """What Trainer asks for in evaluation, when only the loss is wanted."""
+    """Trainer makes this call in evaluation if it needs only the loss."""
     model = patched(build(device=device).eval())
     ids = tokens(2, 9, device=device)
     with torch.no_grad():

@@ -1,7 +1,7 @@
-"""TRL's SFTTrainer on a patched model, and on an unpatched copy: the same losses, metrics and parameters.
+"""TRL's SFTTrainer on a patched model and on an unpatched copy: equal losses, metrics and parameters.
 
-TRL gives the model a forward of its own, which calls the layers below the head and makes the log-probabilities from the
-head's weight, some rows at a time. So norms, gated units and rotary embeddings are ours, and the loss is TRL's.
+TRL replaces the model's forward by one that calls the layers below the head and computes log-probabilities from the
+head's weight, in chunks of rows. So norms, gated activations and rotary embeddings are ours, and the loss is TRL's.
 """
 
 import copy
@@ -61,13 +61,13 @@ def tokenizer():
 
 @pytest.fixture
 def run(tmp_path, device, monkeypatch, tokenizer):
-    """Trains and evaluates: what was logged, what the model is at the end, which of our ops ran."""
+    """Trains and evaluates: returns the log, the final parameters, and the names of our ops."""
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    reset = accelerate.state.AcceleratorState._reset_state  # it outlives a Trainer, with its autocast
+    reset = accelerate.state.AcceleratorState._reset_state  # the state, with its autocast, outlives a Trainer
 
     def run(model, kind=plain, of_trainer=None, **options):
         reset(reset_partial_state=True)
-        torch.manual_seed(7)  # adapters are made before a Trainer sets its own seed
+        torch.manual_seed(7)  # adapters are initialised before a Trainer sets its seed
         data = datasets.Dataset.from_list([kind(text) for text in TEXTS])
         defaults = dict(
             output_dir=str(tmp_path), use_cpu=device.type == "cpu", bf16=False, gradient_checkpointing=False,
@@ -106,7 +106,7 @@ def trained(model):
 
 
 def assert_same(found, expected, tolerance=1e-4, layers=LAYERS):
-    """The parameters at the end are judged by how far they have come."""
+    """Compares logs, and final parameters relative to how far they moved from the start."""
     assert len(expected.logged["loss"]) == 3 and len(expected.evaluated) >= 3
     for name, values in expected.logged.items():
         assert found.logged[name] == pytest.approx(values, rel=tolerance), name
@@ -116,7 +116,7 @@ def assert_same(found, expected, tolerance=1e-4, layers=LAYERS):
     assert moved > 0
     assert (found.end - expected.end).norm() <= 3 * tolerance * moved
     assert found.ops >= layers and found.evaluation_ops >= layers and not expected.ops
-    assert not [op for op in found.ops | found.evaluation_ops if "cross_entropy" in op], "a loss of ours has run"
+    assert not [op for op in found.ops | found.evaluation_ops if "cross_entropy" in op], "our loss ran"
 
 
 def right(prediction):
@@ -125,7 +125,7 @@ def right(prediction):
 
 
 def half(outputs, labels, num_items_in_batch=None):
-    """Half of the usual loss; TRL does not count the labels of a batch in evaluation."""
+    """Half of the default loss; in evaluation TRL passes no number of labels."""
     logits, labels = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     count = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
     return 0.5 * torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / count
@@ -136,11 +136,11 @@ def adapters():
 
 
 MODES = {
-    # TRL's own log-probabilities, in pieces, from the head's weight
+    # TRL's log-probabilities, computed in chunks from the head's weight
     "nll": {},
     "chunked_nll": dict(loss_type="chunked_nll"),
     "dft": dict(loss_type="dft"),
-    # what TRL hands on to a Trainer's ways, with logits of a call without labels
+    # TRL passes these to Trainer's code, with logits from a call without labels
     "label_smoothing": dict(label_smoothing_factor=0.1),
     "loss_function": dict(of_trainer=dict(compute_loss_func=half)),
     "metrics": dict(of_trainer=dict(compute_metrics=right)),
@@ -167,19 +167,19 @@ def test_norms_glu_rope_are_ours_and_the_loss_is_trls(run, device, mode):
     model = copy.deepcopy(stock)
     apply_liger_kernel_to_llama(model=model)
     found, expected = run(model, **MODES[mode]), run(stock, **MODES[mode])
-    if mode == "bf16":  # which of a random model's logits is the largest changes with their rounding
+    if mode == "bf16":  # rounding decides which of a random model's logits is the largest
         for of in (found, expected):
             del of.logged["mean_token_accuracy"], of.evaluated["mean_token_accuracy"]
-    assert_same(found, expected, 3e-2 if mode == "bf16" else 1e-4)  # bf16: other roundings, of 2^-8, at each step
+    assert_same(found, expected, 3e-2 if mode == "bf16" else 1e-4)  # in bf16 each step rounds by 2^-8
     if "lora" not in mode:
-        # Called as any model, it has our loss.
+        # Outside of TRL, the model computes our loss.
         assert ops(model.train(), **batch_of(device)) >= LAYERS | {"fused_linear_cross_entropy"}
 
 
 @of_trl
 @pytest.mark.parametrize("mode", ["nll", "dft", "label_smoothing", "lora_checkpointed", "assistant_only", "packed"])
 def test_use_liger_kernel(run, device, mode):
-    """TRL asks for everything but the fused loss; the patch is made when its own forward is in place."""
+    """TRL requests all patches except the fused loss, and patches after it replaced the forward."""
     model, stock = build(device=device).train(), build(device=device).train()
     with compat.install(), warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -192,7 +192,7 @@ def test_use_liger_kernel(run, device, mode):
 @of_trl
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 def test_patched_and_reverted_around_trl(run, device, bf16):
-    """TRL's forward of a model, also below accelerate's autocast, follows the model's class."""
+    """TRL's forward follows the model's class, also below accelerate's autocast."""
     model = build(device=device).train()
     handle = apply_liger_kernel_to_llama(model=model)
     run(model, bf16=bf16)

@@ -1,4 +1,4 @@
-"""TRL's trainers with their loss head on linear_log_probs: the same losses, metrics and parameters as without."""
+"""TRL's trainers with linear_log_probs as their loss head: losses, metrics and parameters equal those without it."""
 
 import contextlib
 import copy
@@ -62,7 +62,7 @@ def run(tmp_path, tokenizer):  # noqa: F811
     def run(kind, model, ours, peft=False, **options):
         reset(reset_partial_state=True)
         torch.manual_seed(7)
-        model.save_pretrained(tmp_path / "reference")  # which trainers load again, as their reference
+        model.save_pretrained(tmp_path / "reference")  # trainers load it as their reference
         model.config._name_or_path = str(tmp_path / "reference")
         data = datasets.Dataset.from_list(rows_of(kind))
         given = {"reward_funcs": rewards} if kind in ("GRPO", "RLOO") else {}
@@ -118,7 +118,7 @@ def test_installed_and_reverted():
         warnings.simplefilter("error")
         second = install()
     second.revert()
-    assert utils._ChunkedLogProbFunction is not STOCK, "the second call has changed nothing"
+    assert utils._ChunkedLogProbFunction is not STOCK, "reverting the second call must change nothing"
     first.revert()
     first.revert()
     assert utils._ChunkedLogProbFunction is STOCK
@@ -211,7 +211,7 @@ def test_the_results_are_trls(device, outputs, autocast, softcap):
 @pytest.mark.parametrize("frozen", ["nothing", "weight", "both"])
 @pytest.mark.parametrize("of_entropy", [False, True])
 def test_zero_3_gathers_the_head_again(device, monkeypatch, frozen, of_entropy):
-    """The weight is empty outside of TRL's context, in which the forward runs."""
+    """The weight is empty outside of TRL's context manager, inside which the forward runs."""
     torch.manual_seed(0)
     x = torch.randn(30, 16, device=device, requires_grad=True)
     full, y = torch.randn(50, 16, device=device), torch.randint(50, (30,), device=device)

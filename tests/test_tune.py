@@ -1,5 +1,5 @@
-"""``python -m liger_ext tune`` and the file that it keeps: what happens without a GPU. test_forced_plans.py shows that
-entries reach the plans, and that results stay right."""
+"""``python -m liger_ext tune`` and the file that it writes, without a GPU. test_forced_plans.py tests that entries
+change the plans and not the results."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ RATES = _tuned.Rates("H200", "NVIDIA 1.2", 7e14, 5e13, 4e12, 10.0)
 
 @pytest.fixture
 def file(monkeypatch, tmp_path):
-    """The user's file, in a folder of the test's own, which is not there yet."""
+    """The path of the user's file, in a temporary folder; the file does not exist yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("LIGER_EXT_TUNED", raising=False)
     return _tuned.path()
@@ -31,7 +31,7 @@ def file(monkeypatch, tmp_path):
 
 @pytest.fixture
 def installed(monkeypatch):
-    """What is handed to a GPU library that is not here, and to one whose driver is ENTRY's."""
+    """Records tables for a GPU library, which is a stub here, and for one whose driver is ENTRY's."""
     tables = []
     monkeypatch.setattr(_tuned, "_rates", {})
     monkeypatch.setattr(_tuned, "install", tables.append)
@@ -93,7 +93,7 @@ def test_forced_knobs_are_for_every_call_but_exact_entries_come_first():
 def test_what_is_kept_is_read_and_used(file, installed, recwarn):
     keep(ENTRY)
     assert _tuned.read(file) == ([ENTRY], [])
-    file.write_bytes(a_file(tuned=[JSON_ENTRY]))  # as it was written before there were rates
+    file.write_bytes(a_file(tuned=[JSON_ENTRY]))  # the format before rates were added
     _tuned.load()
     assert not recwarn.list and found(installed[0]) == _C.Knobs(threads=256) and not _tuned.rates_of(H200).measured
 
@@ -113,10 +113,10 @@ def test_measuring_again_replaces_what_was_measured_and_nothing_else(file):
         rates = replace(RATES, device=entry.device, driver=entry.driver)
         keep(entry, device=entry.device, driver=entry.driver, measured=[entry.call], rates=rates)
     better, faster = replace(ENTRY, knobs={"block": 512}), replace(RATES, launch=1.0)
-    keep(better, measured=[replace(CALL, rows=5000)], rates=faster)  # of the same class
+    keep(better, measured=[replace(CALL, rows=5000)], rates=faster)  # in the same class of calls
     all_rates = [replace(RATES, device="H100"), replace(RATES, driver="NVIDIA 1.1"), faster]
     assert _tuned.read(file) == ([*others, better], all_rates)
-    keep()  # measured, and no plan won; rates could not be measured
+    keep()  # a measurement in which no plan won and rates failed
     assert _tuned.read(file) == (others, all_rates)
 
 
@@ -163,7 +163,7 @@ def test_a_file_that_cannot_be_used_is_ignored_with_one_warning(content, file, i
     assert str(file) in text and "python -m liger_ext tune" in text
     if content == BAD_FILES["another version"]:
         assert "0.0.1" in text and _load.cpu_facts.version in text
-    keep(ENTRY)  # and tuning makes it anew
+    keep(ENTRY)  # tuning replaces the file
     assert _tuned.read(file) == ([ENTRY], [])
 
 
@@ -213,7 +213,7 @@ def gpu(monkeypatch, profile):
 
 
 def test_measured_rates_are_the_fused_losss(file, installed, monkeypatch):
-    """Of this GPU; another has its data sheet's."""
+    """Only for this GPU; another GPU has the rates of its data sheet."""
     keep(rates=RATES)
     _tuned.load()
     used, others = (gpu(monkeypatch, profile) for profile in (H200, _C.profile("A100")))
@@ -226,7 +226,7 @@ def test_measured_rates_are_the_fused_losss(file, installed, monkeypatch):
 
 
 def test_each_rate_is_measured_by_its_own_work(monkeypatch):
-    """Everything takes a millisecond; meta tensors take no memory."""
+    """Every call takes a millisecond; meta tensors take no memory."""
     monkeypatch.setattr(_timing, "sustained", lambda call: 1e-3 if call() is not None else 0)
     operations, moved = 2 * 8192 * 4096 * 32_768, 2 * 4 * 2**28
     rates = _tuned.Rates("H200", "1", operations / 1e-3, operations / 1e-3, moved / 1e-3 / tune.COPY_REACHES, 1e-3)
@@ -248,7 +248,7 @@ def test_the_doctor_names_the_source_of_rates(profile, file, installed):
 
 @pytest.mark.parametrize("profile", _C.profiles(), ids=lambda device: device.name)
 def test_candidates_are_few_and_each_is_another_plan(profile):
-    """That they are legal is asked of any knobs in test_plan_properties.py."""
+    """test_plan_properties.py tests with any knobs that plans are legal."""
     counts = []
     for case, name, dtype, _ in tune.jobs([tune.case_of(op, profile) for op in tune.OPS], profile, ["bf16"]):
         made = tune.candidates(case, name, profile, tune.DTYPES[dtype])
@@ -263,7 +263,7 @@ def test_each_class_of_calls_is_measured_once():
     norms = [tune.Case("rms_norm", Size(rows, 4096)) for rows in (8192, 8000)]
     cases = [*norms, tune.Case("rope", Size(64, 64, (4, 2, 64)))]
     made = [(name, dtype) for _, name, dtype, _ in tune.jobs(cases, H200, ["bf16", "fp16", "fp32"])]
-    # fp16's plans are bf16's; rope's backward is its forward's kernel.
+    # fp16 has bf16's plans; rope's backward uses its forward's kernel.
     norms = [(name, dtype) for dtype in ("bf16", "fp32") for name in ("rms_norm", "rms_norm_backward")]
     assert made == [*norms, ("rope", "bf16"), ("rope", "fp32")]
 
@@ -304,13 +304,14 @@ def test_wrong_arguments(arguments, capsys):
     assert stopped.value.code == 2 and WRONG[arguments] in capsys.readouterr().err
 
 
-OWN = Timing(10, 9.6, 11)  # of the built-in plan
+OWN = Timing(10, 9.6, 11)  # the built-in plan's timing
 JOB = next(tune.jobs([tune.Case("swiglu", Size(24, 64))], H200, ["bf16"]))
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """In a GPU's place: ``times`` has each plan's time by its knobs, ``captured`` the knobs of graphs."""
+    """Replaces the GPU: ``times`` maps each plan's knobs to its time, ``captured`` lists the knobs of captured
+    graphs."""
     made = SimpleNamespace(times=None, knobs=None, captured=[])
 
     def capture(call, pool=None):
@@ -386,7 +387,7 @@ def test_the_command_shows_and_keeps_rates_and_winners(failing, file, monkeypatc
 
 @pytest.mark.cuda
 def test_tuning_on_this_gpu(file, capsys):
-    """What wins is in use in the next process, and only there."""
+    """A winner is in use in the next process, and only there."""
     before = _tuned.in_use()
     assert doctor.main(["tune", "--shapes", "2048x4096", "--ops", "rms_norm", "softmax", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""The types that users get: the stubs are of the names and signatures that there are, and no public name is without.
+"""Types that users see: the stubs have exactly the public names and signatures, and every public name has types.
 
 `make lint` runs mypy over the stubs and over a user's script, typed_user.py.
 """
@@ -28,7 +28,7 @@ def test_the_stubs_are_those_that_make_stubs_makes():
 
 
 def without_option(x: object, weight: object = None, *, new: bool = True) -> object:
-    """Of another signature than the function in whose place it is put."""
+    """Has another signature than the function that it replaces."""
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_another_signature_makes_another_stub(module, name, file, monkeypatch):
 
 
 def public_functions() -> Iterator[tuple[str, Callable]]:
-    """Functions, and of classes the constructor, methods and properties that liger_ext defines."""
+    """Functions, and of classes the constructor, and methods and properties that liger_ext defines."""
     places = [(liger_ext, liger_ext.__all__), (models, models.__all__), (compat, ["install"]), (doctor, ["main"])]
     places += [(testing, testing.__all__), (hub_kernels, ["mapping"])]
     for module, names in places:
@@ -70,7 +70,7 @@ def methods_of(cls: type) -> dict[str, Callable]:
 
 
 def untyped(function: Callable) -> list[str]:
-    """The arguments, and "return", that have no type, or Any."""
+    """The arguments, and "return", whose type is missing or Any."""
     signature = inspect.signature(function)
     annotations = {name: p.annotation for name, p in signature.parameters.items() if name not in ("self", "cls")}
     if function.__name__ != "__init__":

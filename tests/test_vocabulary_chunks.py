@@ -1,4 +1,4 @@
-"""The fused loss with a budget below 128 rows of logits: statistics, merge and gradient of the vocabulary in chunks."""
+"""The fused loss with a budget of less than 128 rows of logits: statistics, merge and gradient of classes in chunks."""
 
 import random
 
@@ -13,8 +13,8 @@ from liger_ext.testing import judge
 
 
 def test_chunks_of_the_vocabulary(device):
-    """A budget below 128 rows of logits: classes chunk by chunk, whatever the options; and predictions of equal logits
-    in two chunks are the first."""
+    """The loss processes classes chunk by chunk, with any options; among equal largest logits in two chunks, the
+    prediction is the first."""
     rng = random.Random(0)
     for dtype in dtypes_of(device):
         for seed, vocab in enumerate((1025, 2048, 3001, 5000)):
@@ -40,7 +40,7 @@ def test_chunks_of_the_vocabulary(device):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_chunks_of_values_that_are_no_numbers(device, value):
-    """Row 0 has one in a chunk without its target: what whole rows give."""
+    """In a chunk without row 0's target: the result equals that of whole rows."""
     x, weight = torch.eye(4, device=device)[:3], normal(2100, 4, device=device)
     weight[1700, 0] = value
     inputs = {"x": x, "weight": weight, "target": torch.tensor([5, 6, -100], device=device), "reduction": "none"}

@@ -1,4 +1,4 @@
-"""Weights of patched models that are not there yet, somewhere else, shared, copied, cast or computed of others."""
+"""Weights of patched models that are loaded later, offloaded, shared, copied, cast, or computed from other tensors."""
 
 import copy
 import io
@@ -30,7 +30,7 @@ tied = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 
 
 def made(patch_first, change, **options) -> nn.Module:
-    """A model that is patched before or after `change`, which may return another."""
+    """A model that is patched before or after `change`, which may return another model."""
     model = build(**options)
     if patch_first:
         apply_liger_kernel_to_llama(model=model)
@@ -74,7 +74,7 @@ def test_made_on_the_meta_device(device, empty, assigned, patch_first):
     if not assigned:
         model.to_empty(device=device)
     model.load_state_dict({n: t.clone() for n, t in stock.state_dict().items()}, assign=assigned)
-    buffers = dict(stock.named_buffers())  # rotary embeddings' frequencies are in no state
+    buffers = dict(stock.named_buffers())  # the rotary frequencies are not in the state dict
     for path, _ in list(model.named_buffers()):
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, buffers[path].clone())
@@ -84,7 +84,7 @@ def test_made_on_the_meta_device(device, empty, assigned, patch_first):
 
 
 def test_a_step_without_memory():
-    """Of the meta device, as tools do that count what a step takes."""
+    """On the meta device, as in tools that estimate the memory of a step."""
     model = patched(build(tie_word_embeddings=False)).to("meta").train()
     batch = {name: t.to("meta") for name, t in batch_of("cpu").items()}
     model(**batch).loss.backward()
@@ -110,7 +110,7 @@ def dispatch(model, device, folder):
 @pytest.mark.parametrize("offload", [offload_to_cpu, offload_to_disk, dispatch])
 @pytest.mark.parametrize("trains", [False, True], ids=["eval", "train"])
 def test_offloaded(device, tmp_path, offload, trains, patch_first):
-    """accelerate brings weights when a module is called: who reads them without a call reads nothing."""
+    """accelerate loads weights when a module is called: code that reads them without a call reads no values."""
     stock = build(device=device, tie_word_embeddings=False).train(trains)
     model = made(patch_first, lambda m: offload(m.train(trains), device, tmp_path), tie_word_embeddings=False)
     assert model.lm_head.weight.is_meta
@@ -143,7 +143,7 @@ def averaged(model):
 
 
 def through_a_state(model):
-    """Into another model, with other weights before."""
+    """Loads the state into another model, which had other weights."""
     other = patched(build(seed=7, tie_word_embeddings=model.config.tie_word_embeddings))
     other.load_state_dict(model.state_dict())
     return other
@@ -162,7 +162,7 @@ COPIES = [averaged, copy.deepcopy, through_a_state, through_a_file]
 @tied
 @pytest.mark.parametrize("made_of", COPIES, ids=["EMA", "deepcopy", "state", "file"])
 def test_copies(device, made_of, tied):
-    """A copy trains as the stock model, and knows nothing of what becomes of its original."""
+    """A copy trains like the stock model, and changes to the original do not affect it."""
     stock = build(device=device, tie_word_embeddings=tied).train()
     model = patched(stock)
     copied = made_of(model).to(device)
@@ -195,14 +195,14 @@ def of_queue(queue, results):
     results.put(
         (loss.item(), model.lm_head.weight.grad.norm().item(), type(model).__module__, model.lm_head.weight.is_shared())
     )
-    queue.get()  # the memory is there until all is read
+    queue.get()  # keeps the shared memory alive until the other process has read all
 
 
 @pytest.mark.slow
 def test_sent_to_another_process():
     context = torch.multiprocessing.get_context("spawn")
     queue, results = context.Queue(), context.Queue()
-    model = patched(build(tie_word_embeddings=False).train()).share_memory()  # torch sends tied weights twice
+    model = patched(build(tie_word_embeddings=False).train()).share_memory()  # torch would send tied weights twice
     process = context.Process(target=of_queue, args=(queue, results))
     process.start()
     queue.put(model)
@@ -251,7 +251,7 @@ def test_what_trains_changes_between_steps(device, memory):
 
 
 def test_functional_call(device):
-    """Other weights for one call, tied ones too; the gradients go to those."""
+    """Replaces the weights, also tied ones, for one call; the replacements receive the gradients."""
     stock = build(device=device).train()
     model = patched(stock)
     results = []
@@ -294,11 +294,11 @@ def test_weights_that_are_computed(device, rewrite, where, patch_first):
         each.train()
         for path, module in each.named_modules():
             if path.endswith(where) and "spectral" in str(module):
-                module.eval()  # its power iteration writes
+                module.eval()  # its power iteration writes buffers
     for _ in range(2):
         expected, found = step(stock, batch_of(device)), step(model, batch_of(device))
         assert expected.keys() - found.keys() == {"logits"}
         assert_close(found, expected, rtol=1e-3, atol=2e-5)
         assert any(where in name for name in found)
-        for each in (stock, model):  # a step: nothing of the last weights may be left
+        for each in (stock, model):  # the next step must not use the old weights
             torch.optim.SGD(each.parameters(), lr=0.1).step()

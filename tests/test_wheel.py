@@ -1,5 +1,5 @@
-"""What `pip install`, an editable install, a release of sources and `make wheels` make, and that it works where it is
-installed. Built in a copy of the checkout, whose own libraries other tests use meanwhile."""
+"""Packages that `pip install`, an editable install, a source distribution and `make wheels` build, and that they work
+once installed. The tests build in a copy of the checkout, because other tests use the checkout's libraries."""
 
 import os
 import re
@@ -62,7 +62,7 @@ def run(*command, cwd, ok=True, **settings) -> str:
 
 
 def build(source: Path, out: Path, ok=True, **settings) -> str:
-    """`pip wheel` of a folder or a release of sources; what was printed."""
+    """Runs `pip wheel` on a folder or a source distribution; returns the output."""
     command = *PIP, "wheel", "-v", "--no-build-isolation", "--no-deps", "-w", out, source
     return run(*command, cwd=out, ok=ok, **settings)
 
@@ -77,7 +77,7 @@ def names_in(wheel: Path) -> set[str]:
 
 
 def environment(folder: Path, python: str = sys.executable) -> Path:
-    """A new environment with this process's torch and transformers beside it; its Python."""
+    """Creates an environment that also sees this process's torch and transformers; returns the path of its Python."""
     if python == sys.executable:
         venv.create(folder, with_pip=False, symlinks=True)
         site = next((folder / "lib").glob("python*/site-packages"))
@@ -93,7 +93,7 @@ def install(python: Path, *what) -> None:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    """A copy of the sources, with files where `make build` puts its own."""
+    """A copy of the sources, with dummy files in place of the outputs of `make build`."""
     copy = tmp_path_factory.mktemp("source") / "liger_ext"
     shutil.copytree(ROOT, copy, ignore=NOT_SOURCES)
     (copy / "liger_ext/lib").mkdir()
@@ -113,7 +113,7 @@ def wheel(source, tmp_path_factory) -> Path:
         return Path(named)
     before = of_make_build(source)
     made = a_wheel(source, tmp_path_factory.mktemp("wheel"))
-    assert of_make_build(source) == before, "pip's build has overwritten that of make"
+    assert of_make_build(source) == before, "pip's build has overwritten the files of make build"
     return made
 
 
@@ -133,7 +133,7 @@ def test_wheel_holds_package_libraries_and_module_and_nothing_else(wheel):
     types = {path.relative_to(ROOT).as_posix() for path in (ROOT / "liger_ext").rglob("*.pyi")}
     assert types and {"liger_ext/py.typed", "liger_ext/hub_kernels/metadata.json", *types} <= names
     tops = {name.split("/")[0] for name in names}
-    assert len(tops) == 2 and "liger_ext" in tops, tops  # the other is the dist-info
+    assert len(tops) == 2 and "liger_ext" in tops, tops  # the other one is the dist-info
     licences = {name.rpartition("/licenses/")[2] for name in names if "/licenses/" in name}
     assert licences == {"LICENSE", "THIRD_PARTY_NOTICES.md"}
     assert not any("cpython-38" in name for name in names)
@@ -147,7 +147,7 @@ def test_links_of_the_readme_work_on_a_package_index(wheel):
 
 
 def test_wheel_works_in_a_fresh_environment(installed, tmp_path):
-    """Without a compiler: the PATH is empty."""
+    """Without a compiler: PATH is empty."""
     assert "works" in run(installed, "-c", USE, cwd=tmp_path, PATH="")
     printed = run(installed, "-m", "liger_ext", cwd=tmp_path, PATH="")
     version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
@@ -231,7 +231,7 @@ def test_architectures_that_the_compiler_does_not_have(gpu, archs, words, source
 
 @pytest.fixture(scope="module")
 def wheels(source) -> Path:
-    """Of `make wheels`, with the architectures that `.ci/run` compiles for, whose objects a compiler cache has."""
+    """The wheel of `make wheels`, for the architectures of `.ci/run`, whose objects a compiler cache holds."""
     if named := os.environ.get("LIGER_EXT_WHEEL"):
         return Path(named)
     if not NVCC or not CLANG:

@@ -1,4 +1,4 @@
-"""The page on how a kernel is written: its C++ files compile, as those of relu_squared, which lie beside them, do."""
+"""The page docs/writing_a_kernel.md: its C++ files compile with the options of relu_squared's files next to them."""
 
 import json
 import re
@@ -20,7 +20,7 @@ def test_the_page_has_the_files_of_an_op():
     assert len(FILES) == 15 and len(COMPILED) == 6
 
 
-@pytest.mark.skipif(not COMMANDS.exists(), reason="`make build` says how files are compiled")
+@pytest.mark.skipif(not COMMANDS.exists(), reason="needs the compile commands of `make build`")
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_file_compiles(name, tmp_path):
     for path, text in FILES.items():
@@ -28,7 +28,7 @@ def test_a_file_compiles(name, tmp_path):
         (tmp_path / path).write_text(text)
     sibling = str(ROOT / name.replace("tanh_rms_norm", "relu_squared"))
     commands = [c["command"] for c in json.loads(COMMANDS.read_text()) if c["file"] == sibling]
-    command = next(c for c in commands if "nvcc" not in c.split()[0])  # a kernel's is the host target's
+    command = next(c for c in commands if "nvcc" not in c.split()[0])  # of a GPU kernel, the host target's command
     arguments = shlex.split(command.replace(sibling, str(tmp_path / name)))
     arguments[arguments.index("-o") + 1] = "/dev/null"
     done = subprocess.run(

@@ -1,8 +1,8 @@
-"""DeepSpeed's ZeRO, by a stand-in that does to a model what DeepSpeed (0.16) does to it.
+"""DeepSpeed's ZeRO, emulated by a class that changes a model as DeepSpeed (0.16) does.
 
-Stage 3 leaves parameters empty. Hooks on every module, set here in DeepSpeed's order, fill its own ones for its forward
-and for its backward, and empty them behind it; a parameter's gradient is taken away as soon as it is there. Stages 1
-and 2 make views of one flat tensor of all parameters; 2 takes gradients away likewise.
+Stage 3 leaves parameters empty. Hooks on every module, registered here in DeepSpeed's order, gather the module's own
+parameters before its forward and its backward, and release them afterwards; a parameter's gradient is removed as soon
+as it is accumulated. Stages 1 and 2 turn all parameters into views of one flat tensor; stage 2 also removes gradients.
 """
 
 import collections
@@ -18,7 +18,7 @@ from llama_models import build, checkpoint_layers, levels, lora, one_thread, tok
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-DEEPSPEEDS = "deepspeed.runtime.zero.parameter_offload"  # the module of its hooks
+DEEPSPEEDS = "deepspeed.runtime.zero.parameter_offload"  # DeepSpeed's module that defines its hooks
 
 
 def of_deepspeed(hook):
@@ -27,7 +27,8 @@ def of_deepspeed(hook):
 
 
 def map_tensors(function, value):
-    """As `apply_to_tensors_only`: tuples, lists and dicts are made anew, and other objects left as they are."""
+    """Like DeepSpeed's `apply_to_tensors_only`: builds new tuples and lists, changes dicts in place, ignores other
+    objects."""
     if isinstance(value, (tuple, list)):
         return type(value)(map_tensors(function, v) for v in value)
     if isinstance(value, dict):
@@ -38,7 +39,7 @@ def map_tensors(function, value):
 
 
 class Parameters(dict):
-    """A module's own. Who reads one outside of the module's call has it gathered until the running call ends."""
+    """A module's parameters. A read outside of the module's call gathers a parameter until the running call ends."""
 
     def __init__(self, parameters, zero):
         super().__init__(parameters)
@@ -56,7 +57,7 @@ class Parameters(dict):
 class ZeRO3:
     def __init__(self, model):
         self.model, self.gradients, self.gathered = model, {}, collections.defaultdict(list)
-        self.running, self.read_by_others = [], set()  # what each call that is running has to empty at its end
+        self.running, self.read_by_others = [], set()  # parameters that each running call must release at its end
         self.names = {p: name for name, p in model.named_parameters()}
         self.full = {p: p.data for p in self.names}
         for i, p in enumerate(self.names):
@@ -143,11 +144,12 @@ class ZeRO3:
         p.grad = None
 
     def alive(self):
-        """The parameters whose full weights something still holds."""
+        """Names of the parameters whose full weights are still referenced."""
         return {name for name, storages in self.gathered.items() if not all(s.expired() for s in storages)}
 
     def step(self, **batch):
-        """The loss and the gradients; which full weights were alive between forward and backward, and at the end."""
+        """Returns loss and gradients, and the full weights that were alive between forward and backward and at the
+        end."""
         output = self.model(**batch)
         between = self.alive()
         output.loss.backward()
@@ -159,7 +161,7 @@ class ZeRO3:
 
 
 class LinearOfZeRO3(torch.autograd.Function):
-    """DeepSpeed's, which keeps the parameter itself, and not what it holds in the forward."""
+    """DeepSpeed's linear function, which saves the parameter, so that the backward reads its current data."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):
@@ -184,7 +186,7 @@ def linear_of_zero3(module="deepspeed.runtime.zero.linear"):
 
 @pytest.fixture(params=[False, True], ids=["torch's linear", "ZeRO's linear"])
 def linear(request, monkeypatch):
-    """`zero.Init` puts its own linear function in the place of torch's, for good."""
+    """`zero.Init` replaces torch's linear function by its own, permanently."""
     if request.param:
         monkeypatch.setattr(nn.functional, "linear", linear_of_zero3())
 
@@ -253,7 +255,7 @@ def test_stage_3_with_adapters():
 
 
 class ZeRO2:
-    """Of stage 1, too, where `takes_gradients` is False."""
+    """Stage 2; with `takes_gradients=False`, stage 1."""
 
     def __init__(self, model, takes_gradients):
         self.model, self.takes_gradients = model, takes_gradients
@@ -305,7 +307,7 @@ def test_stages_1_and_2(takes_gradients, memory, adapted):
 
 
 def test_another_linear_of_all_is_obeyed(monkeypatch):
-    """One that comes of no library that is known to compute the same."""
+    """A function from an unknown library must be called, because it may compute another result."""
     monkeypatch.setattr(nn.functional, "linear", linear_of_zero3("deepspeed.elsewhere"))
     with RecordCalls() as record:
         family_models.patched(build(**SMALL).train())(**batch_of())

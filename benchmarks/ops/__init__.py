@@ -1,6 +1,6 @@
-"""What each op is timed beside. A module of this folder has, for the ops of a family, ``EAGER``: the composition that
-an op replaces, as transformers writes it; and ``PEERS``: other libraries' implementations by the library's name. All
-take the op's inputs in their order.
+"""Functions that each op is compared with. A module of this folder has, for the ops of a family, ``EAGER``: the
+composition that an op replaces, with transformers' code; and ``PEERS``: other libraries' implementations by the
+library's name. All take the op's inputs in their order.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ EAGER: dict[str, Callable] = {op: f for family in _FAMILIES for op, f in family.
 PEERS: dict[str, dict[str, Peer]] = {op: f for family in _FAMILIES for op, f in family.PEERS.items()}
 
 if _missing := {name for name, record in RECORDS.items() if record.timed} - EAGER.keys():
-    raise ImportError(f"benchmarks/ops: without what they replace (EAGER): {sorted(_missing)}")
+    raise ImportError(f"benchmarks/ops: EAGER has no composition for {sorted(_missing)}")
 
 
 def functions(op: str, options: Mapping[str, Any] | None = None, with_peers: bool = True) -> dict[str, Callable]:
-    """By provider; "torch" is the composition."""
+    """Functions by provider; "torch" is the composition."""
     ours, plain = (partial(f, **options or {}) for f in (getattr(functional, op), EAGER[op]))
     return {"liger_ext": ours, **functions_of(PEERS.get(op, {}) if with_peers else {}), "torch": plain}

@@ -1,4 +1,4 @@
-"""Gated linear units."""
+"""Compositions and peers of the gated activations."""
 
 from __future__ import annotations
 

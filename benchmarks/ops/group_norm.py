@@ -1,4 +1,4 @@
-"""GroupNorm."""
+"""Composition and peers of GroupNorm."""
 
 from __future__ import annotations
 

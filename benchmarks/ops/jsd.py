@@ -1,4 +1,4 @@
-"""The generalised Jensen-Shannon divergence."""
+"""Composition and peers of the generalised Jensen-Shannon divergence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.installed import Peer
 
 
 def jsd(log_q, log_p, labels, beta=0.5):
-    """TRL's composition, without its gathering of the rows that count."""
+    """TRL's composition, without the selection of the rows that count."""
     if beta == 0:
         columns = F.kl_div(log_q, log_p, reduction="none", log_target=True)
     else:
@@ -23,6 +23,6 @@ def jsd(log_q, log_p, labels, beta=0.5):
 
 
 EAGER = {"jsd": jsd}
-# With labels it waits for the host, which a CUDA graph cannot: without them it has no more to do than the others.
+# Called without labels: with labels it synchronises with the host, which a CUDA graph cannot do. This adds no work.
 _LIGER = Peer("liger_kernel.transformers.functional:liger_jsd", lambda f, q, p, labels: f(q, p, None, 0.5))
 PEERS = {"jsd": {"liger": _LIGER}}

@@ -1,4 +1,4 @@
-"""Cross entropy."""
+"""Composition and peers of cross entropy."""
 
 from __future__ import annotations
 

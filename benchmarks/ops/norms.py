@@ -1,4 +1,4 @@
-"""RMSNorm, add + RMSNorm and LayerNorm."""
+"""Compositions and peers of RMSNorm, add + RMSNorm and LayerNorm."""
 
 from __future__ import annotations
 

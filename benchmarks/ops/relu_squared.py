@@ -1,4 +1,4 @@
-"""Squared ReLU."""
+"""Composition and peers of squared ReLU."""
 
 from __future__ import annotations
 

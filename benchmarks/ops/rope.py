@@ -1,4 +1,4 @@
-"""Rotary position embedding."""
+"""Composition and peers of rotary position embedding."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rope(q, k, cos, sin, layout="halves"):
 
 
 EAGER = {"rope": rope}
-# Its kernel writes over q and k: clones keep the comparison's inputs what they are, as a user of it must.
+# Its kernel works in place: the clones keep the inputs of the comparison unchanged, as its users must do.
 _LIGER = Peer(
     "liger_kernel.ops.rope:LigerRopeFunction.apply", lambda f, q, k, cos, sin: f(q.clone(), k.clone(), cos, sin)
 )

@@ -1,4 +1,4 @@
-"""Softmax."""
+"""Composition and peers of softmax."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Fine-tunes a Llama twice, as it comes and with liger_ext, from the same weights on the same data, and compares.
+"""Fine-tunes a Llama twice, unpatched and patched with liger_ext, from the same weights on the same data, and compares.
 
-    python -m examples.demo                      the real model, SmolLM2-135M-Instruct, in sizes for this machine
+    python -m examples.demo                      pretrained SmolLM2-135M-Instruct, in sizes for this machine
     python -m examples.demo --model random:1b    the shape of Llama-3.2-1B, randomly initialised
 
 Exit status: 0; 1 if the two loss curves do not agree; 2 for a request that cannot be run.
@@ -17,7 +17,7 @@ import platform
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # the imports take seconds, and some packages warn when they are imported
+if __name__ == "__main__":  # the imports take seconds, and some packages print warnings on import
     print("importing torch and transformers", flush=True)
 
 import torch
@@ -29,7 +29,7 @@ from rich.status import Status
 from . import memory, models, report, training
 from .data import batches
 
-EPOCHS = 4  # how often each batch is seen: enough for the loss to fall within a demo
+EPOCHS = 4  # number of passes over each batch: enough for the loss to fall within a demo
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -39,22 +39,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     shapes = ", ".join(f"random:{name}" for name in models.SHAPES)
     parser.add_argument("--model", default="", help=f"a folder, or one of {shapes} (default: SmolLM2-135M-Instruct)")
     parser.add_argument(
-        "--text", type=Path, help="train on this file (default: Python's own library and its documentation)"
+        "--text", type=Path, help="train on this file (default: Python's standard library and its documentation)"
     )
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
     parser.add_argument(
         "--dtype",
         choices=models.DTYPES,
-        help="of weights and arithmetic (default: bf16 where the machine multiplies it)",
+        help="dtype of weights and arithmetic (default: bf16 if the hardware has it)",
     )
     parser.add_argument(
         "--memory",
         choices=models.LEVELS,
         default="auto",
-        help="how much liger_ext keeps for a backward (default: auto)",
+        help="level of memory of the patch (default: auto)",
     )
     for name in ("steps", "batch", "seq"):
-        parser.add_argument(f"--{name}", type=int, help="(default: by the machine and the model)")
+        parser.add_argument(f"--{name}", type=int, help="default: chosen for the machine and the model")
     parser.add_argument(
         "--out", type=Path, default=Path("demo_out"), help="folder for picture and numbers (default: demo_out)"
     )
@@ -75,14 +75,15 @@ def device_name(device: torch.device) -> str:
 
 
 def phase(console: Console, what: str) -> Status:
-    """Shows the demo's current phase: a terminal gets a spinner with it, anything else a line."""
+    """Displays the demo's current phase: a spinner on a terminal, a line elsewhere."""
     if not console.is_terminal:
         console.print(what)
     return console.status(what)
 
 
 def train(console: Console, runs: list[training.Run], data: list[torch.Tensor], plan: models.Plan) -> None:
-    """Trains both: with a bar for each on a terminal, elsewhere with a line for about every fifth of the steps."""
+    """Trains both models: displays a bar for each on a terminal, and elsewhere a line for about every fifth of the
+    steps."""
     every = math.ceil(plan.steps / 5)
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     bars = Progress(TextColumn("{task.description}"), *columns, console=console, disable=not console.is_terminal)
@@ -101,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
     try:
-        # What the loaders print, bars of their own above all, would tear the display; what goes wrong is an exception.
+        # The loaders' output, above all their progress bars, would break the display; their failures raise exceptions.
         with phase(console, "loading the model and the text"), contextlib.redirect_stderr(io.StringIO()):
             config, build, encode = models.load(args.model)
             plan = models.make_plan(args, config)
@@ -118,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
     console.print(title)
     peaks: report.Memory = {}
     for name in (training.UNPATCHED, training.PATCHED):
-        with phase(console, f"measuring peak memory: {name}, in a process of its own"):
+        with phase(console, f"measuring peak memory: {name}, in a separate process"):
             peaks[name] = memory.measure_apart(name, config, plan)
     with phase(console, "training with and without liger_ext"):
         runs = training.make_runs(build, plan)
@@ -132,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     console.print(f"picture: {args.out / 'demo.png'}   numbers: {args.out / 'demo.json'}")
     if not agreed.holds:
         console.print(
-            f"[bold red]The loss curves do not agree: at step {agreed.step} they are {agreed.difference:.3g} apart, "
+            f"[bold red]The loss curves do not agree: at step {agreed.step} they differ by {agreed.difference:.3g}, "
             f"and rounding explains at most {agreed.bound:.3g}. Please report this, with the title of the table."
         )
         return 1

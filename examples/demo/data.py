@@ -1,4 +1,4 @@
-"""Text that is present wherever Python is, as batches of tokens."""
+"""Batches of tokens from text that every Python installation contains, or from a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 def standard_library_text() -> Iterator[str]:
-    """English and code in turn: the language reference in `pydoc_data.topics`, the source of the standard library."""
+    """English and code in turn: the language reference in `pydoc_data.topics`, and the standard library's source."""
     from pydoc_data.topics import topics
 
     folder = Path(sysconfig.get_paths()["stdlib"])
@@ -30,7 +30,8 @@ def standard_library_text() -> Iterator[str]:
 
 
 def hashed_words(vocab_size: int) -> Callable[[str], list[int]]:
-    """A tokenizer without a vocabulary, for models without one: each word, space or sign is a token by its hash."""
+    """A tokenizer without a vocabulary, for models that have none: the hash of each word, space or sign is its
+    token."""
     pieces = re.compile(r"\w+|\s+|[^\w\s]")
     return lambda text: [zlib.crc32(piece.encode()) % vocab_size for piece in pieces.findall(text)]
 
@@ -38,9 +39,9 @@ def hashed_words(vocab_size: int) -> Callable[[str], list[int]]:
 def batches(
     encode: Callable[[str], list[int]], count: int, batch: int, seq: int, text: Path | None
 ) -> list[torch.Tensor]:
-    """`count` different batches of `batch` x `seq` tokens; fewer where the text is too short.
+    """`count` different batches of `batch` x `seq` tokens; fewer if the text is too short.
 
-    Raises ValueError where the text does not fill one batch.
+    Raises ValueError if the text does not fill one batch.
     """
     wanted = count * batch * seq
     tokens: list[int] = []
@@ -51,5 +52,5 @@ def batches(
     full = min(count, len(tokens) // (batch * seq))
     if full == 0:
         name = text or "the standard library"
-        raise ValueError(f"{name} has {len(tokens)} tokens, and one batch of {batch} x {seq} needs {batch * seq}")
+        raise ValueError(f"{name} has {len(tokens)} tokens, but one batch of {batch} x {seq} needs {batch * seq}")
     return list(torch.tensor(tokens[: full * batch * seq]).view(full, batch, seq))

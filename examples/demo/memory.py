@@ -1,9 +1,9 @@
-"""Peak memory of the loss and of a whole training step, each variant measured in a process of its own.
+"""Peak memory of the loss and of a whole training step; each variant is measured in a separate process.
 
-The loss is the head and the cross entropy, forward and backward, as the model itself runs them: the layers below are
-replaced by a module that returns fixed hidden states. Its peak is what is added to weights and hidden states. The peak
-of a step is everything a step needs: weights, gradients, optimizer state, activations. On a GPU both come from the
-allocator's statistics, on a CPU from the resident set of the process, whose high-water mark Linux lets it reset.
+The loss is the head and the cross entropy, forward and backward, as the model runs them: a module that returns fixed
+hidden states replaces the layers. The loss's peak does not include weights and hidden states. A step's peak includes
+weights, gradients, optimizer state and activations. On a GPU both come from the allocator's statistics, on a CPU from
+the resident set of the process, whose high-water mark Linux lets a process reset.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .training import PATCHED, optimizer_for, patch
 
 
 class FixedHidden(torch.nn.Module):
-    """Stands in for the layers of a model."""
+    """Replaces the layers of a model."""
 
     def __init__(self, hidden: torch.Tensor):
         super().__init__()
@@ -37,8 +37,8 @@ class FixedHidden(torch.nn.Module):
 def measure(
     config: LlamaConfig, level: str | None, device: torch.device, dtype: torch.dtype, batch: int, seq: int
 ) -> dict[str, int]:
-    """Bytes at the peak of the loss, above its inputs, and of a step, above an empty process; level: of the patch's
-    memory, None without it."""
+    """Peak bytes of the loss, above its inputs, and of a step, above an empty process. level: the patch's level of
+    memory, or None for an unpatched model."""
     meter = Meter(device)
     with device:
         torch.ones(8, 8).matmul(torch.ones(8, 8))
@@ -62,7 +62,7 @@ def measure(
 
     model.model = layers
     optimizer = optimizer_for(model, 0.0)
-    for rows in (8, seq):  # the first makes the optimizer's state
+    for rows in (8, seq):  # the first run allocates the optimizer's state
         meter.reset()
         optimizer.zero_grad(set_to_none=True)
         model(input_ids=tokens[:, :rows], labels=tokens[:, :rows], use_cache=False).loss.backward()
@@ -71,7 +71,7 @@ def measure(
 
 
 def measure_apart(name: str, config: LlamaConfig, plan: Plan) -> dict[str, int] | None:
-    """`measure` for one of the variants, in a new process; None where the system cannot tell (no Linux, no /proc)."""
+    """`measure` for one variant, in a new process; None if the system cannot measure it (no Linux, no /proc)."""
     if plan.device.type == "cpu" and not os.access("/proc/self/clear_refs", os.W_OK):
         return None
     request = {
@@ -79,7 +79,7 @@ def measure_apart(name: str, config: LlamaConfig, plan: Plan) -> dict[str, int] 
         "dtype": next(name for name, dtype in DTYPES.items() if dtype == plan.dtype),
         "level": plan.memory if name == PATCHED else None,
     }  # fmt: skip
-    # Freed blocks of a megabyte go back to the system at once, so that the resident set is what is in use.
+    # Freed blocks of a megabyte return to the system at once, so that the resident set equals the memory in use.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     command = [sys.executable, "-m", __spec__.name, json.dumps(request)]
     child = subprocess.run(command, env=environment, capture_output=True, text=True)

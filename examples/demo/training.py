@@ -1,4 +1,4 @@
-"""The two fine-tunings: same weights, data and order, one as it comes and one patched."""
+"""The two fine-tunings: same weights, data and order; one model is unpatched, one patched."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from .models import Plan, cast_parameters
 
 UNPATCHED, PATCHED = "Hugging Face", "liger_ext"
-WARM_UP = 3  # steps that do not count for the median time: libraries initialise, caches fill
+WARM_UP = 3  # steps that the median time excludes: libraries initialise, caches fill
 Build = Callable[[], torch.nn.Module]
 
 
@@ -28,7 +28,7 @@ def warm_up(optimizer: torch.optim.Optimizer, learning_rate: float, step: int) -
 
 
 def patch(model: torch.nn.Module, memory: str) -> None:
-    """All that a user adds to a training script; `memory` is left out for "auto"."""
+    """The only change to a training script; `memory` may be omitted for "auto"."""
     from liger_ext import apply_liger_kernel_to_llama
 
     apply_liger_kernel_to_llama(model=model, memory=memory)
@@ -62,7 +62,7 @@ class Run:
         return statistics.median(self.seconds[min(WARM_UP, len(self.seconds) - 1) :])
 
     def release(self) -> None:
-        """Gives the device memory of model and optimizer back."""
+        """Frees the device memory of model and optimizer."""
         self.model = self._optimizer = None
         gc.collect()
         if self.plan.device.type == "cuda":
@@ -74,7 +74,7 @@ class Run:
 
 
 def make_runs(build: Build, plan: Plan) -> list[Run]:
-    """The same weights twice. Where memory does not hold both, the second waits on the CPU."""
+    """Two runs with the same weights. If memory does not hold both, the second model waits on the CPU."""
     torch.manual_seed(0)
     with plan.device:
         model = build()
@@ -89,7 +89,7 @@ def make_runs(build: Build, plan: Plan) -> list[Run]:
 def train(runs: list[Run], data: list[torch.Tensor], plan: Plan) -> Iterator[Run]:
     """Trains both, and yields a run after each of its steps.
 
-    Steps alternate, each run going first every other time, so that whatever else the machine does falls on both alike.
+    Steps alternate, and each run goes first every other time, so that other load of the machine affects both equally.
     """
     if plan.together:
         for number in range(plan.steps):
