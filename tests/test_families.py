@@ -382,7 +382,7 @@ def test_heads_that_differ_a_little(old, new):
 
     def form(source):
         found = normal_form.reduce_head(definition_in(source))
-        return None if found is None else normal_form.written(found)
+        return None if found is None else normal_form.dump_tree(found)
 
     source = source_text(transformers.LlamaForCausalLM.forward)
     calls = source.replace("**kwargs)\n    return", "**kwargs)\n\n    return")
