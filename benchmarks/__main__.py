@@ -1,5 +1,5 @@
-"""``python -m benchmarks SUITE``: prints a table; writes JSON lines, the table as Markdown and plots to --out. Times
-every peer that can be imported."""
+"""``python -m benchmarks SUITE`` runs a suite of benchmarks with every peer that can be imported. It prints a table,
+and writes the measurements as JSON lines, the table as Markdown, and plots to the folder --out."""
 
 from __future__ import annotations
 

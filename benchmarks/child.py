@@ -1,4 +1,4 @@
-"""One measurement in a separate process; `benchmarks.children` starts it, and documents the protocol."""
+"""The process that makes one measurement. `benchmarks.children` starts it, and documents the requests and answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measurements in separate processes, so that a module-wide patch or memory of one affects no other.
+"""Runs each measurement in a separate process, so that its patches of whole modules and its memory affect no other.
 
 A child (`python -m benchmarks.child`) reads one request from its standard input, a line of JSON, and answers with lines
 of JSON: {"say": text} for progress, and at the end {"result": ...} or {"error": text}.
@@ -33,7 +33,8 @@ class Child:
         )  # fmt: skip
 
     def ask(self, title: str, request: dict) -> dict:
-        """The child's last answer: {"result": ...} or {"error": text}; prints its progress messages to stderr."""
+        """Sends the request, prints the child's progress messages to stderr, and returns the child's last answer:
+        {"result": ...} or {"error": text}."""
         start, answer = time.perf_counter(), {}
         watch = threading.Timer(SECONDS, self._process.kill)
         watch.start()

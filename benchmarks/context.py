@@ -1,5 +1,5 @@
-"""`python -m benchmarks train --context`: for each provider, in a separate process (`context_one.py`), the longest
-sequence that one training step with gradient checkpointing fits into memory."""
+"""`python -m benchmarks train --context`: finds, for each provider, the longest sequence for which one training step
+with gradient checkpointing fits into memory. Each search runs in a separate process (`context_one.py`)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""Speedup by several GPUs of one host: ``torchrun --standalone --nproc-per-node 2 -m benchmarks.distributed``.
+"""Measures the speedup by several GPUs of one host: ``torchrun --standalone --nproc-per-node 2 -m
+benchmarks.distributed``.
 
-First the fused loss: with its vocabulary sharded over the processes, and with the whole vocabulary on each GPU alone.
-Efficiency 1 means that a step takes the single GPU's time divided by the number of GPUs. Then a step of a model sharded
-by FSDP2, with its head in the model's group of parameters or in a separate group, for liger_ext and Hugging Face. One
-process per GPU; every process measures its times, and the slowest process counts.
+The first table times the fused loss, forward and backward, in two ways: with its vocabulary sharded over the GPUs, and
+with the whole vocabulary on one GPU. Its efficiency is the time on one GPU, divided by the number of GPUs and by the
+time with shards; 1 is the ideal. The second table times a step of a model that FSDP2 shards, for liger_ext and Hugging
+Face, each with the head's parameters gathered together with the rest of the model ("head by itself": separately). There
+is one process per GPU. Each sample is the time of the slowest process.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Training steps of other families than Llama: a few layers with the width and vocabulary of a published model;
-forward, backward, fused AdamW. Each provider runs in a separate process (`step_one.py`)."""
+"""Times training steps of other families than Llama, by models of a few layers with the width and vocabulary of a
+published model: forward, backward, fused AdamW. Each provider runs in a separate process (`step_one.py`)."""
 
 from __future__ import annotations
 

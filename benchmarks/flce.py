@@ -1,5 +1,5 @@
-"""The fused loss, forward and backward, at each level of memory, compared with its floor: the three matmuls of the same
-operands, timed in the same run."""
+"""Times the fused loss, forward and backward, at each level of memory. The floor is the time of the three matmuls that
+every provider runs (logits, dx, dweight), with the same operands in the same run; a share is floor / time."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ PEERS = {
 
 
 def providers(counted: bool = False) -> dict[str, Callable]:
-    """counted: our providers count the targets that are not ignored, like a patched model, but just before the loss."""
+    """counted: our providers count the targets that are not ignored and leave out the other rows, as a patched model
+    does, but just before the loss."""
     compiled = torch.compile(_eager, dynamic=False)
     ours = {"liger_ext": partial(_ours, counted=counted)}
     for level in ("fast", "low", "min"):

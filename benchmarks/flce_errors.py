@@ -1,6 +1,7 @@
-"""Errors of a fused loss, compared with float64 over the stored logits (rounded to the dtype of x) and over their
-gradient (rounded likewise). The errors stem from the arithmetic of the loss, and from the matmul of dweight with the
-roundings of its sums; for comparison: one matmul of the stored gradient over all rows, rounded once."""
+"""Errors of a fused loss and of its dweight, compared with float64. The float64 reference starts from logits rounded to
+the dtype of x, and rounds their gradient likewise, since a fused loss stores both in this dtype. So the errors contain
+only the arithmetic of the loss, and the matmul of dweight with the roundings of its sums. For comparison there is the
+error of one matmul of the stored gradient over all rows, rounded once."""
 
 from __future__ import annotations
 

@@ -2,9 +2,10 @@
 
 Parameters and the optimizer's states always exist. At the end of the forward, all saved tensors exist as well, and the
 backward starts with the loss, which needs a workspace (the gradients of the hidden states and of the head, and
-temporary tensors). From then on, saved tensors are freed and gradients allocated; at the end all gradients exist, and
-for an embedding that is also the head, a second gradient. So the peak is parameters + states + the larger of (saved
-tensors + the loss's workspace) and (gradients + a tied embedding's).
+temporary tensors). From then on, saved tensors are freed and gradients allocated. At the end of the backward all
+gradients exist; an embedding that is also the head then has a second gradient, which is not yet added to the head's. So
+the peak is parameters + states + the larger of (saved tensors + the loss's workspace) and (gradients + that second
+gradient).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Host time: the cost of a call before any kernel runs, which dominates at small shapes.
+"""Measures host time: the time that Python, checks and dispatch take in a call of an op. It dominates at small shapes.
 
 On a GPU calls are queued without synchronisation, and the device's work takes less time than the host's; on a CPU the
-tensors are so small that their arithmetic does not matter. With gradients, a call is forward and backward.
+tensors are so small that their arithmetic does not matter. Each op is timed as a forward without gradients, and as a
+forward and backward through autograd.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ def has(module: str) -> bool:
 
 @dataclass(frozen=True)
 class Peer:
-    """``name``: "module:function". ``call(function, *inputs)``: adapts the op's inputs to other arguments.
-    ``cpu``: whether it also runs without a GPU."""
+    """A function of another library. ``name``: "module:function". ``call(function, *inputs)``: calls it with the op's
+    inputs, if its arguments differ. ``cpu``: whether the function also runs without a GPU."""
 
     name: str
     call: Callable | None = None

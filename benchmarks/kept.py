@@ -1,12 +1,13 @@
-"""Saved tensors of a Llama's forward: bytes by kind of tensor.
+"""Counts the bytes of the tensors that a Llama's forward saves for its backward, by kind of tensor ("norm outputs",
+"gate and up", ...).
 
 Saved-tensor hooks record what autograd saves; a storage that several operations save counts once, and parameters do not
 count. A tensor's kind follows from the operations that compute and read it: an operation that reads the weight of
 `gate_proj` computes "gate and up" from "norm outputs". A dispatch mode also records operations where modules are not
 called (inside a fused one); hooks on modules would switch the patched model to its code path for modules with hooks.
 
-Some providers treat tensors differently under foreign saved-tensor hooks, and are recorded in that state: so on a GPU
-the allocator's total is measured as well.
+Some providers save other tensors while hooks of other code are active, and are recorded in that state: so on a GPU the
+total of the allocator is measured as well, without hooks.
 """
 
 from __future__ import annotations

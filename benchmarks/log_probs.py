@@ -1,5 +1,6 @@
-"""Log-probabilities of a head, forward and backward, at levels of memory and numbers of bytes, compared with other
-libraries' functions and the floor: the matmuls that each case needs, with the same operands in the same run."""
+"""Times the log-probabilities of a head, forward and backward: our op at levels of memory and with limits in bytes, and
+other libraries' functions. The floor of a case is the time of the matmuls that it needs (logits, and dx and dweight if
+they are requested), with the same operands in the same run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Errors of log-probabilities, entropies and gradients, compared with float64 over the logits as a matmul stores them,
-rounded to its dtype. A provider that stores unrounded logits is further from this reference, though not from the truth.
-The reference does not round gradients; for comparison: matmuls of the rounded gradient of the logits, rounded once."""
+"""Errors of log-probabilities, entropies and gradients, compared with a float64 reference. The reference starts from
+logits as a matmul stores them, rounded to its dtype. So a provider that keeps unrounded logits is further from this
+reference, though not from the truth. The reference does not round the gradient of the logits; for comparison there are
+the errors of matmuls whose operand is this gradient, rounded once to the matmuls' dtype."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Functions that compute log-probabilities of a head, for the suite `log_probs`: our op at each level of memory and at
-numbers of bytes, other libraries' functions, and full logits under torch.compile."""
+"""Functions that compute log-probabilities of a head, for the suite `log_probs`: our op at each level of memory and
+with limits in bytes, other libraries' functions, and full logits under torch.compile."""
 
 from __future__ import annotations
 

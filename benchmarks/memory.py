@@ -1,4 +1,5 @@
-"""Peak memory of the loss: head, cross entropy and their gradients, above weights and hidden states.
+"""Measures the peak memory of the loss: of the head, cross entropy and their gradients, in addition to the weights and
+hidden states, which exist before.
 
 On a GPU the allocator's statistics give the peak; on a CPU, the high-water mark of the resident set, which Linux lets a
 process reset. On a CPU freed blocks return to the system at once, so that the resident set equals the memory in use.

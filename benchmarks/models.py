@@ -1,4 +1,5 @@
-"""Models that whole training steps are timed with, with random weights, and the providers that train them."""
+"""The models, with random weights, whose training steps are timed, and the providers that train them: Hugging Face's
+code, liger_ext at levels of memory, torch.compile, Liger-Kernel."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Row ops: each case has a function of its inputs for every provider, and the minimum of bytes that it must move.
+"""Times row ops, which process the rows of their inputs independently (norms, activations, softmax, ...). A case has,
+for every provider, a function of the same inputs, and the least number of bytes that an implementation must move.
 
-Efficiency = time of a copy moving the same bytes / time of the op. Bytes are ideal: each input read once, each output
-written once. The forward is timed with gradients recorded, the backward through autograd: the code that users call.
+Efficiency = time of a copy moving the same bytes / time of the op; 1 is the limit of the memory. Each input counts as
+read once, each output as written once. The forward is timed with autograd recording it, the backward through autograd:
+the code that users call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""One provider trains one model, or its LoRA adapters, in a separate process: time of a step, peak memory, loss."""
+"""Trains one model, or its LoRA adapters, with one provider in a separate process: time of a step, peak memory,
+loss."""
 
 from __future__ import annotations
 

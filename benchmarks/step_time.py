@@ -1,4 +1,5 @@
-"""Time of a step by kind of kernel (of operator, on a CPU), and idle time between kernels, from one trace."""
+"""Splits the time of a step by kind of kernel (on a CPU: of operator), and sums the idle time between kernels, from one
+trace of torch's profiler."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Measures time and memory. On a GPU as in tuning, with CUDA graphs (liger_ext/_timing.py); on a CPU providers run in
-turns, call by call, because the machine's speed drifts, and medians are compared.
-"""
+"""Measures time and memory. On a GPU calls are timed with CUDA graphs (liger_ext/_timing.py), as the command tune does.
+On a CPU providers run in turns, call by call, because the machine's speed drifts, and medians are compared."""
 
 from __future__ import annotations
 
@@ -48,8 +47,8 @@ def time_calls(calls: dict[str, Callable[[], object]], device: str) -> dict[str,
 
 
 def copy_calls(moved_bytes: int, device: str) -> dict[str, Callable[[], object]]:
-    """The limit: our streaming copy of this many bytes, half read and half written; its fastest launch configuration
-    counts."""
+    """The limit of the memory: our streaming copy of this many bytes, half read and half written, in several launch
+    configurations, of which the fastest counts."""
     n = max(moved_bytes // 2 // 16, 1) * 4
     x = torch.randn(n, device=device)
     each = (1,) if device == "cpu" else (1, 2, 4, 8)

@@ -1,5 +1,6 @@
-"""Whole training steps of a Llama with random weights: forward, backward, fused AdamW. Measures the loss curve, time of
-a step by kind, peak memory compared with a model of it, and the saved tensors.
+"""Measures whole training steps of a Llama with random weights: forward, backward, fused AdamW. It records the loss
+curve, the time of a step by kind of kernel, the peak memory and its prediction (`footprint.py`), and the bytes of saved
+tensors.
 
 Each provider trains each model in a separate process (`train_one.py`).
 """

@@ -1,4 +1,4 @@
-"""One provider trains one model in a separate process: loss curve, time of a step by kind, memory."""
+"""Trains one model with one provider in a separate process: loss curve, time of a step by kind of kernel, memory."""
 
 from __future__ import annotations
 

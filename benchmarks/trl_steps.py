@@ -1,10 +1,11 @@
-"""Whole training steps of TRL's DPOTrainer and GRPOTrainer (1.16), by their ``train()``: forward, backward, clipping
-and AdamW of a Llama with random weights, with TRL's function of log-probabilities, with ours, and with ours and a
-patched model.
+"""Measures whole training steps of TRL's DPOTrainer and GRPOTrainer (1.16), by their ``train()``: forward, backward,
+clipping and AdamW of a Llama with random weights. There are three settings: TRL's function of log-probabilities; our op
+in its place (``liger_ext.trl.install()``); and our op with a patched model.
 
 DPO's data are token ids. A replaced ``_prepare_inputs`` avoids generation in GRPO: it returns random completions, their
 advantages and old log-probabilities. Losses are recorded before TRL rounds them for its log. All settings run in one
-process."""
+process.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ _TINY = dict(num_attention_heads=4, num_key_value_heads=2, hidden_size=64, inter
 
 
 class Sizes(NamedTuple):
-    """``prompt`` of the ``length`` tokens have no loss; DPO's ``pairs`` are twice as many sequences, and GRPO has as
-    many."""
+    """Each sequence has ``length`` tokens, of which the first ``prompt`` have no loss. A step has 2 * ``pairs``
+    sequences: the two answers of each of DPO's pairs, or the group of GRPO's completions."""
 
     name: str
     config: dict

@@ -2,8 +2,9 @@
 
     python -m examples.dpo            a minute on two cores; dpo.png plots the margin over the steps
 
-The log-probabilities come from a patched model, which computes no full logits. The reference is the model before its
-first step. Only the last layers are trained, to save time.
+The margin is how much more the log-probability of the short answer has grown, since the first step, than that of the
+long one. The log-probabilities come from a patched model, which computes no full logits. The reference is the model
+before its first step. Only the last layers are trained, to save time.
 """
 
 from __future__ import annotations

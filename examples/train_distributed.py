@@ -10,8 +10,10 @@ with the same --output, training resumes from the newest checkpoint, also with a
 and on a CPU, the same code runs in one process.
 
 To measure scaling: a Llama-1B with random weights on 8 x 2,048 tokens per GPU, with one GPU and with two. Weights and
-moments are in fp32, everything else in bf16. The first line shows one step, which includes all initialisation; later
-lines show the rate since the previous line, without checkpoints, and the largest peak memory of a GPU:
+AdamW's moments are in fp32, everything else in bf16. The first printed line shows one step, which includes all
+initialisation. Later lines show the tokens per second since the previous line, without the time of saving checkpoints,
+and the largest peak memory of a GPU. With --alone they also show the tokens per second of each process as a fraction of
+those of one process alone (1 is the ideal):
 
     python examples/train_distributed.py random:1b --batch 8 --seq 2048 --steps 60 --log-every 20 --save-every 0
     torchrun --standalone --nproc-per-node 2 examples/train_distributed.py random:1b --batch 16 --seq 2048 \\

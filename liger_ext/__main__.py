@@ -1,4 +1,5 @@
-"""The command ``python -m liger_ext``: a report of the installation and this machine, and ``doctor`` and ``tune``."""
+"""The command ``python -m liger_ext``: reports the installation and this machine. Its subcommands are ``doctor``, which
+also tests every op, and ``tune``, which measures this machine's GPU."""
 
 import signal
 import sys

@@ -1,4 +1,5 @@
-"""Lists the GPUs of this machine, and the code that liger_ext's GPU library has for each, for the doctor and tune."""
+"""Lists the GPUs of this machine, and for each GPU whether liger_ext's GPU library has machine code, PTX or nothing for
+it. The doctor and tune use the list."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Computes the launches of each op at the sizes of an 8B Llama, and the number of tokens for which the fused loss fits
-in memory, for the doctor. It needs a device profile only, so the GPU need not be in this machine."""
+"""Computes the launch plans of each op at the sizes of an 8B Llama, and the number of tokens for which the fused loss
+fits in memory, for the doctor. A device profile suffices for this, so the GPU need not be in this machine."""
 
 from __future__ import annotations
 
@@ -55,9 +55,10 @@ def most_tokens(call: Call, memory: str | int, free: int) -> int:
 
 
 def tokens_at_each_level(profile: _C.DeviceProfile, free: int) -> dict[str, dict[str, float]]:
-    """Returns four facts for each memory level, by its name. "rows": rows of logits that exist at a time. "stored": the
-    share of the gradient of the logits that is stored for the backward. "bytes": the peak memory of the call of
-    ``SHAPE``. "tokens": the largest number of tokens that fits in ``free`` bytes of this GPU's memory at Llama's sizes.
+    """Returns, by the name of each level of memory, four facts about the fused loss at ``SHAPE``. "rows": the rows of
+    logits that exist at a time. "stored": the share of the gradient of the logits that is stored for the backward.
+    "bytes": the peak memory of the call. "tokens": the largest number of tokens, with Llama's other sizes, for which a
+    call fits in ``free`` bytes of this GPU's memory.
     """
     found = {}
     call = Call.of(TOKENS, HIDDEN, VOCAB, DTYPE, device_with(profile))

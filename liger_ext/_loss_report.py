@@ -1,5 +1,6 @@
-"""The command ``python -m liger_ext doctor --loss ROWS HIDDEN VOCAB``: prints the fused loss's plan, memory and time at
-each level of memory, and all plans among which a number of bytes chooses."""
+"""The command ``python -m liger_ext doctor --loss ROWS HIDDEN VOCAB``: prints, for a call of the fused loss with these
+sizes, the plan, peak memory and estimated time at each level of memory. It also prints the plans from which ``memory``
+as a number of bytes selects: all plans that no other plan beats in both memory and time."""
 
 from __future__ import annotations
 

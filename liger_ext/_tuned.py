@@ -1,10 +1,15 @@
-"""Reads and writes the results of ``python -m liger_ext tune``, and installs them in the library that launches kernels.
+"""Reads and writes the file with the results of ``python -m liger_ext tune``, and installs them in the library that
+launches kernels.
 
-The results are the rates of the user's GPUs, and knobs (csrc/launch/knobs.h) whose launch plans are faster than the
-built-in ones. The file is JSON in the user's cache folder. Rates belong to a device and a driver. An entry has the
-device's name, the driver, the kernel and its class of calls, and the fastest knobs. At import, which needs no device,
-the entries of the current driver are copied to the library; the library looks up a device's entries when it plans a
-launch.
+The file is JSON in the user's cache folder. For each GPU, by its name and its driver's version, it has
+
+- the GPU's rates (``Rates``): matmuls in flop/s, memory in bytes/s, and seconds to launch a kernel. The fused loss
+  estimates the times of its plans from them;
+- entries (``Entry``). An entry has the knobs (csrc/launch/knobs.h) with which a kernel was faster than with its
+  built-in launch plan. It applies to calls with equal columns and alignment and about as many rows (``Call``).
+
+The import of liger_ext reads the file. It reads the driver's version from the operating system and initialises no GPU.
+The entries of that driver are copied to the library, which looks up a device's entries when it plans a launch.
 """
 
 from __future__ import annotations
@@ -28,9 +33,10 @@ FORMAT = 1  # of the file
 
 @dataclass(frozen=True)
 class Call:
-    """A class of calls that share their knobs. ``rows``: the number of rows; ``row_class`` rounds it up to a power of
-    two. ``vec``: elements per memory access, which follow from dtype and alignment. ``heads``: RoPE's heads of q and of
-    k, and the rotary dimension."""
+    """The facts of a call by which its knobs are looked up; calls with equal facts share their knobs. ``rows``: the
+    number of rows; ``row_class`` rounds it up to a power of two, as entries require. ``vec``: elements per memory
+    access, which follow from dtype and alignment. ``heads``: RoPE's numbers of heads of q and of k, and the rotary
+    dimension."""
 
     kernel: str  # an op of _C.plans
     vec: int
@@ -44,6 +50,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Entry:
+    """The fastest knobs for the calls of one class on one device and driver, and the times in microseconds with the
+    built-in plan and with these knobs."""
+
     device: str  # the GPU's name, as its driver reports it
     driver: str
     call: Call
@@ -131,7 +140,8 @@ _in_use = b""
 
 
 def install(table: bytes) -> None:
-    """Installs a table of ``pack``: the library then reads its plans' knobs from it instead of an earlier table."""
+    """Installs a table that ``pack`` returned, in place of an earlier one: the library then reads the knobs of its
+    launch plans from this table."""
     global _in_use
     library = _load.gpu_kernels()
     if library is None:
@@ -150,8 +160,8 @@ def in_use() -> int:
 
 @contextlib.contextmanager
 def forced(**knobs: int) -> Iterator[None]:
-    """Plans every launch in this context with these knobs of ``_C.Knobs``, whatever its shape; without knobs, every
-    launch has its built-in plan. The previous table is restored at the end."""
+    """Returns a context in which every launch is planned with these knobs of ``_C.Knobs``, whatever its shape; without
+    knobs, every launch has its built-in plan. The previous table is restored at the end."""
     before = _in_use
     install(_C.pack_knobs([("", "every", 1, 1, 1, (0, 0, 0), _C.Knobs(**knobs))]))
     try:
@@ -176,7 +186,7 @@ def described(rates: Rates | _C.Rates) -> str:
 
 
 def source(profile: _C.DeviceProfile) -> str:
-    """Returns the source of the rates of ``rates_of``: "measured", or the data sheet of a GPU."""
+    """Returns the source of the rates that ``rates_of`` returns: "measured", or "from the data sheet of" a GPU."""
     if profile.name in _rates:
         return "measured"
     bandwidth = _C.rates_of(profile).bandwidth  # no two GPUs of a vendor have the same

@@ -1,7 +1,7 @@
 """The largest error against float64 that a result may have, on every platform: derived, not measured.
 
-A result is computed in the accumulator's dtype (float32; float64 for float64) and rounded once to its own dtype. So the
-error of element i of a result is at most
+A result is computed in the accumulator's dtype (float32; float64 for float64) and rounded once to its own dtype.
+``exact`` is the result in float64. So the error of element i of a result is at most
 
     half an ulp of the result's dtype at exact[i]                                          the rounding at the store
   + (steps + sums * sqrt(length / 16)) * max(1, sqrt(terms) / 2) * eps / 2 * scale[i]      the arithmetic
@@ -9,12 +9,13 @@ error of element i of a result is at most
                                         the fused loss before the factor of its row (reduction "none")
   + the smallest normal float32         approximate exponentials and reciprocals of GPUs flush smaller values to zero
 
-with ``eps`` of the accumulator's dtype. ``scale`` is the size of the values from which the element is computed
-(``Record.scales``). ``steps`` counts the roundings between inputs and result (``Record.roundings``): 1 for each
-operation; 4 for an exponential, reciprocal square root or error function, whose error is at most 2 ulp on every
-platform; 2 for a reciprocal. Every platform sums a row of ``length`` elements in at least 16 partial sums, and the n
-roundings of a sum add up to sqrt(n) roundings (Higham and Mary, 2019); ``sums`` is the number of row sums in the
-result. ``terms`` is the number of rows over which a parameter's gradient is summed.
+with ``eps`` of the accumulator's dtype, and ``eps16`` of the dtype of the intermediate value. ``scale`` is the size of
+the intermediate values from which the element is computed (``Record.scales``). ``steps`` counts the roundings between
+inputs and result (``Record.roundings``): 1 for each operation; 4 for an exponential, reciprocal square root or error
+function, whose error is at most 2 ulp on every platform; 2 for a reciprocal. Every platform sums a row of ``length``
+elements in at least 16 partial sums, and the n roundings of a sum add up to sqrt(n) roundings (Higham and Mary, 2019);
+``sums`` is the number of row sums in the result. ``terms`` is the number of rows over which a parameter's gradient is
+summed.
 
 No platform has a term of its own. bf16 is a storage format only, so hardware without bf16 arithmetic has the same
 error. Only GPUs flush to zero, but the bound allows it everywhere, since it is too small to matter.

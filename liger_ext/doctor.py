@@ -1,8 +1,8 @@
 """Reports this machine and the parts of liger_ext that run on it, and tests every op on it against float64.
 
-``python -m liger_ext`` prints the report. ``python -m liger_ext doctor`` adds the launch plans of a Llama-shaped call
-of each op, the token counts that fit in memory, and the self-test. It ends with OK, or with the problems and their
-remedies.
+``python -m liger_ext`` prints the report. ``python -m liger_ext doctor`` adds the launch plans of each op at the sizes
+of an 8B Llama, the numbers of tokens for which the fused loss fits in memory, and the self-test. It ends with OK, or
+with the problems and their remedies.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Measures error / bound of every op in every dtype on a platform as JSON lines, and joins them to a Markdown table.
+"""Measures error / bound of every op in every dtype on a platform, and joins platforms' results in a Markdown table.
 
     python -m liger_ext.numerics measure                          this CPU, once for each of its instruction sets
     python -m liger_ext.numerics measure --device cuda --platform "H200"
-    LIGER_EXT_LIB=liger_ext/lib/host python -m liger_ext.numerics measure --small    GPU kernels on the host, both warps
+    LIGER_EXT_LIB=liger_ext/lib/host python -m liger_ext.numerics measure --small    GPU kernels, run on this CPU
     python tests/amd/run.py --all --json amd.jsonl                GPU kernels in an emulator of AMD's instructions
-    python -m liger_ext.numerics join docs/numerics.jsonl h200.jsonl amd.jsonl       into the file, and its page
+    python -m liger_ext.numerics join docs/numerics.jsonl h200.jsonl amd.jsonl       adds the last two to the first
 
-A line has "platform", "op" and "dtype"; "what", the result (an output, or a gradient) that came closest to its bound;
-"share", its error / bound; and "results", the number of compared results. ``bounds.py`` defines the bound.
+``measure`` prints JSON lines. A line has "platform", "op" and "dtype"; "what", the result (an output, or a gradient)
+that came closest to its bound; "share", that result's error / bound (at most 1 is right); and "results", the number of
+compared results. ``bounds.py`` defines the bound. ``join`` also writes the table, as the file's name with .md.
 """
 
 from __future__ import annotations
@@ -41,15 +42,17 @@ INTRODUCTION = """\
 # Numerics: one bound for every platform
 
 `liger_ext/bounds.py` defines how far each result may be from float64: half an ulp of its dtype, plus the counted
-roundings of the arithmetic. The bound is the same on every platform. The table shows the largest error / bound of all
-outputs and gradients of an op, and the result that has it; 1 is the limit. In bfloat16 and float16 the one rounding at
-the store is nearly all of the error, so a correct implementation has values just under 1. In float32 the bound allows
-sums in any order, and in the fused loss the rounding of 16-bit logits.
+roundings of the arithmetic. The bound is the same on every platform. A cell shows the largest error of all outputs and
+gradients of an op, divided by its bound, and the result with this error (`dx` is the gradient of `x`). Lower is better,
+and 1 is the limit. In bfloat16 and float16 the one rounding at the store is nearly all of the error, so a correct
+implementation has values just under 1. In float32 the bound allows sums in any order, and in the fused loss the
+rounding of 16-bit logits, so values are lower.
 
 `python -m liger_ext.numerics` writes this page: `measure` runs on each machine, and `join` merges its lines with
-`numerics.jsonl`. The host columns are the GPU's kernels in lockstep warps of 32 and 64 lanes on a CPU, at fewer long
-rows (`measure --small`). The gfx columns are AMD's code objects in an instruction emulator
-(`tests/amd/run.py --all`), at the shapes of `tests/kernel_cases.py`.
+`numerics.jsonl`. The CPU columns are of the kernels for three instruction sets. The host columns are of the GPU kernels
+compiled for a CPU, in lockstep warps of 32 and 64 lanes, at fewer long rows (`measure --small`). The gfx columns are of
+AMD's code objects in an instruction emulator (`tests/amd/run.py --all`), at the shapes of `tests/kernel_cases.py`. The
+column "generic PTX" is of a CUDA library that contains only PTX, which the driver compiles.
 """
 
 

@@ -1,5 +1,6 @@
-"""The command ``python -m liger_ext tune``: measures this GPU's rates and launch plans, and stores the rates, and the
-plans that are faster than the built-in ones, in a file (_tuned.py). The fused loss chooses its plan by the rates.
+"""The command ``python -m liger_ext tune``: measures this GPU's rates (flop/s of matmuls, bytes/s of memory, seconds of
+a kernel launch) and launch plans. It stores the rates, and the plans that are faster than the built-in ones, in a file
+(_tuned.py). The fused loss estimates by the rates which of its plans is fastest.
 
 A candidate is a setting of a knob (csrc/launch/knobs.h) that leads to another legal launch plan. The built-in plan and
 all candidates are timed in turn. The fastest candidate wins if it is at least 3 % faster and the interquartile ranges
@@ -66,7 +67,8 @@ def _facts(launch: _C.NamedLaunch) -> tuple[tuple[str, Any], ...]:
 def candidates(
     case: Case, name: str, profile: _C.DeviceProfile, dtype: torch.dtype
 ) -> list[tuple[dict[str, int], _C.NamedLaunch]]:
-    """Returns the candidates: knobs, and the launch that results. Each differs from the built-in plan."""
+    """Returns the candidates: knobs, and the launch with these knobs. Each launch differs from the built-in plan and
+    from the other candidates."""
     _, own = case.tunable(name, profile, dtype)
     values = {knob: getattr(own.plan, of) for knob, of in NEAR.items()}
     tried = [{knob: value} for knob, of_own in values.items() for value in (of_own // 2, of_own * 2) if value]
@@ -105,7 +107,8 @@ def _shapes_of(text: str) -> list[tuple[int, int]]:
 def jobs(
     cases: Iterable[Case], profile: _C.DeviceProfile, dtypes: Sequence[str]
 ) -> Iterator[tuple[Case, str, str, _tuned.Call]]:
-    """Yields (case, name of the op or of its backward, dtype, class of calls), once for each class of calls."""
+    """Yields (case, name of the op or of its backward, dtype, class of calls), once for each class of calls that share
+    their knobs (``_tuned.Call``)."""
     seen = set()
     for case, dtype, suffix in itertools.product(cases, dtypes, ("", "_backward")):
         name = case.op + suffix

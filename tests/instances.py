@@ -1,4 +1,5 @@
-"""Kernel instances as (kernel, template arguments), from the planner's table (csrc/launch) and from demangled names."""
+"""Kernel instances as (kernel, template arguments), so that tests can compare two lists: the instances in the planner's
+table (csrc/launch), and the instances in a compiled library, by their demangled names."""
 
 from __future__ import annotations
 

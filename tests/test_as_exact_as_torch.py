@@ -1,5 +1,5 @@
-"""Tests that fp32 results are as near to float64 as PyTorch's: largest and root-mean-square error at most 1.5 times its
-errors.
+"""Tests that fp32 results are as near to float64 as PyTorch's: the largest and the root-mean-square error are at most
+1.5 times PyTorch's.
 
 Unlike liger_ext.rule, the bound here has no rounding and no floor. The largest error of a gradient of 512 numbers
 varies by chance, so up to three draws of a small case are judged together. tests/test_host_target.py tests the sums of

@@ -1,5 +1,5 @@
-"""Tests that a changed call of a module stays in effect: fused code replaces a module only if calling it would run its
-known forward and nothing else."""
+"""Tests that a changed call of a module stays in effect: fused code replaces a module only if a call of the module
+would run its known forward and nothing else."""
 
 import contextlib
 import copy

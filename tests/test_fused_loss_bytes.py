@@ -1,5 +1,5 @@
-"""Tests of the memory of the fused loss: a call allocates as many bytes as the trace of its plan, budgets are kept, and
-levels select the documented plans."""
+"""Tests of the memory of the fused loss: a call allocates as many bytes as csrc/trace computes for its plan; it never
+exceeds a number of bytes that is passed as ``memory`` (a budget); and levels of memory select the documented plans."""
 
 import pytest
 import torch

@@ -1,5 +1,6 @@
-"""Tests of the fused loss's plans that store the gradient of all or some logits in the memory of dweight (overlaid), or
-convert the sum of dweight in place. The results keep liger_ext.rule under all uses of the autograd graph."""
+"""Tests of the fused loss where the memory of dweight also holds other values first: the gradient of all or some logits
+(overlaid plans), or a sum of dweight that is converted in place. The results keep liger_ext.rule under all uses of the
+autograd graph."""
 
 import functools
 import itertools

@@ -1,6 +1,6 @@
-"""Rows of logits that a GPU's blocks hold, with values and options that ordinary rows do not have, compared with
-PyTorch's float64 result for the logits as stored. Each row is one token with one hidden value, so its logits are exact.
-"""
+"""Rows of logits that a GPU's blocks keep in registers and shared memory, with values and options that the other tests'
+rows do not have. The results are compared with PyTorch's float64 results for the stored logits. Each row is one token
+with one hidden value, so its logits are exact."""
 
 import pytest
 import torch

@@ -2,7 +2,7 @@
 KernelConfig they replace the forwards of a model, which then trains as before.
 
 transformers registers its classes with `kernels` on import, but only where the version of `kernels` that it requires is
-installed. With another version, the fixture `registered` does that.
+installed. With another version, the fixture `registered` registers them.
 """
 
 import copy

@@ -1,4 +1,5 @@
-"""Modules that `import liger_ext` imports beside torch: none that takes long."""
+"""`import liger_ext` imports no module that takes long, besides torch; and the packages of liger_ext.models import each
+other in one direction only."""
 
 import ast
 from pathlib import Path
@@ -59,7 +60,8 @@ ROOMS = {
 
 
 def test_rooms_import_downwards():
-    """Also for imports inside functions: no import of a model's code relies on another one being loaded first."""
+    """Each package imports only the packages that ROOMS lists for it, also inside functions. So no import relies on
+    another package being loaded first."""
     folder = Path(liger_ext.__file__).parent / "models"
     for path in sorted(folder.rglob("*.py")):
         room = path.relative_to(folder).with_suffix("").parts[0]

@@ -69,7 +69,8 @@ def test_equal_distributions(device, dtype, beta):
 
 @pytest.mark.parametrize("beta", [0.5, 0.1, 0.9])
 def test_nearly_equal_distributions_keep_their_digits(device, beta):
-    """Where x - log M is the difference of two numbers that agree in nearly all digits."""
+    """Student and teacher are nearly equal, so x - log M is the difference of two numbers that agree in nearly all
+    digits."""
     log_p = log_probabilities(4, 500, dtype=torch.float32, seed=0, device=device)
     shift = torch.linspace(-1e-3, 1e-3, 500, device=device)
     log_q = (log_p + shift).requires_grad_()

@@ -307,7 +307,8 @@ def test_errors(options, error, message, skip_logits):
 
 
 def test_a_loss_of_the_users_own(device):
-    """It receives the temperature as before; log-probabilities are refused."""
+    """A user's loss function receives the temperature as in an unpatched model; a request of log-probabilities raises
+    an error."""
     model, given = patched(build(device=device).train()), {}
     model.loss_function = lambda logits, labels, **options: given.update(options) or logits.mean()
     model(**made(device), temperature=2.0)

@@ -1,5 +1,5 @@
-"""Tensors that the backward recomputes instead of loading: where layers are not plain, functions replace saved
-tensors."""
+"""Tensors that the backward recomputes instead of loading them, in layers whose linear modules must be called (LoRA,
+quantised weights, hooks): saved-tensor hooks store a function in place of a tensor."""
 
 from types import SimpleNamespace
 

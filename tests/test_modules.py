@@ -1,4 +1,5 @@
-"""Modules, and functions with upstream's names: every option reaches its function, with bit-identical results."""
+"""Modules, and functions with Liger-Kernel's names and arguments: every option reaches the public function, with
+bit-identical results."""
 
 import copy
 import inspect

@@ -1,5 +1,5 @@
-"""The normal form of a function's source: equal in every Python version, and different wherever the function's result
-may differ.
+"""The normal form of a function's source (the text by which recognition compares functions): it is equal in every
+Python version, and different wherever the function's result may differ.
 
 With LIGER_EXT_MODELS=full (`make test-models`) the test reads all models of transformers, and otherwise every fifth.
 """

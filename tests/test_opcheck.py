@@ -29,7 +29,7 @@ def test_the_examples_call_every_op():
 
 
 def test_stream_copy(device):
-    """The copy kernel that the benchmarks compare bandwidths with copies its input."""
+    """stream_copy, with whose bandwidth the benchmarks compare ops, returns a copy of its input."""
     x = normal(1001, 16, device=device)
     for per_thread in (1, 2, 4, 8):
         assert torch.equal(torch.ops.liger_ext.stream_copy(x, per_thread), x)

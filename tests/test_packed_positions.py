@@ -1,5 +1,5 @@
-"""Rows of several documents that only `position_ids` separate: patched models follow transformers, which masks
-documents from each other where it builds no cache of keys and values (since 4.53)."""
+"""Rows that contain several documents, which only `position_ids` separate. Patched models do as transformers does: it
+masks the documents from each other where it builds no cache of keys and values (since 4.53)."""
 
 import family_models
 import llama_models

@@ -1,4 +1,6 @@
-"""Patching with accelerate, which every Trainer uses: accelerate wraps a model's forward with its own functions."""
+"""Tests of patches together with accelerate, which every Trainer uses. accelerate wraps the `forward` of a model, for
+mixed precision and for the placement on devices. Before or after such a wrapper, a patch must take effect, the wrapper
+must keep its effect, and the revert must restore the results. A wrapper that cannot be followed prevents the patch."""
 
 import copy
 
@@ -80,7 +82,7 @@ def test_patch_and_revert_under_a_wrapper(accelerator, device, wrap, order):
 
 
 def test_mixed_precision_is_removed_from_a_patched_model(accelerator, device):
-    """accelerate's method to remove it, called after the patch; the revert follows."""
+    """Calls accelerate's method that removes mixed precision after the patch, and then reverts the patch."""
     fp32 = build(device=device).train()(**batch_of(device))
     model = accelerator.prepare(build(device=device).train())
     handle = apply_liger_kernel_to_llama(model=model)
@@ -138,7 +140,8 @@ def test_training_with_mixed_precision(tmp_path, device, accelerator):
 
 
 def test_a_wrapper_that_hides_what_it_wraps(device):
-    """The patch must leave it alone; patched and reverted halves must not be mixed."""
+    """A wrapper whose inner function cannot be found stays as it is, and the module keeps its class: unpatched if the
+    wrapper was there first, patched if it came later. Only the other modules are patched or reverted."""
 
     def hide(module):
         forward = module.forward
@@ -162,7 +165,7 @@ def test_a_wrapper_that_hides_what_it_wraps(device):
 
 
 def test_a_wrapper_that_wraps_itself(device):
-    """As in a model of accelerate's pipeline."""
+    """Models of accelerate's pipelines have such a wrapper; the patch leaves their class unchanged and warns."""
     model = build(device=device).train()
 
     def forward(*args, **kwargs):

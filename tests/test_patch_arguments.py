@@ -1,4 +1,4 @@
-"""Arguments of the functions that patch: wrong ones are refused, with a message that names them."""
+"""Arguments of the functions that patch: a wrong argument raises an error whose message names it."""
 
 import functools
 import re

@@ -1,5 +1,5 @@
-"""Patches together with classes that other code puts above or below a module's patched class: a user's, and those that
-PyTorch builds (test_patch_wrappers.py tests FSDP2's)."""
+"""Patches together with classes that other code derives from a module's class or patch, or inserts among its ancestors:
+a user's classes, and classes that PyTorch builds (test_patch_wrappers.py tests FSDP2's)."""
 
 import copy
 import gc

@@ -1,4 +1,5 @@
-"""A second patch of the same model: it leaves patched modules unchanged, and raises an error for other options."""
+"""A second call that patches the same model: it leaves patched modules unchanged, and raises an error if its options
+differ from those of the first call."""
 
 import copy
 import logging

@@ -1,4 +1,5 @@
-"""A public release has one version in all files, workflows that two linters accept, and one address."""
+"""A public release has one version in all files, workflows that two linters accept, and one address of the repository
+in all files."""
 
 import re
 import runpy

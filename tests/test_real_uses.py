@@ -1,4 +1,5 @@
-"""Uses that once failed in a user's training: each of them returned a wrong result or raised an error."""
+"""Calls and settings that once failed in a user's training, with a wrong result or an error: each must now work, or
+raise an error that explains what is not supported."""
 
 import warnings
 

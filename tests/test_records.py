@@ -1,4 +1,5 @@
-"""liger_ext.records: every op has a record, every record has all of its parts, and no part belongs to another op."""
+"""Tests of liger_ext.records: every public op has a record and the files that are named after it, a record agrees with
+the op's arguments, results and plans, and a record without one of its required parts raises an error."""
 
 import dataclasses
 import inspect

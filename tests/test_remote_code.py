@@ -163,7 +163,7 @@ def test_nothing_is_recognised(repository, model_type):
 
 
 def test_a_function_of_one_family(llama):
-    """It accepts models whose configuration belongs to this family."""
+    """The function of a model type accepts models of remote code whose configuration has this type."""
     model = llama("llama")
     with apply_liger_kernel_to_llama(model=model, swiglu=False):
         assert patched_classes(model) == PATCHED - {"LlamaMLP"}

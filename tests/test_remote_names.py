@@ -1,4 +1,5 @@
-"""Code that comes with weights and has the source of known code, but other objects behind its names."""
+"""Code that comes with weights (`trust_remote_code=True`) and has the source text of known code, but whose names refer
+to other objects, or collide with names of our mixins: a patch must not change its results."""
 
 import copy
 import importlib

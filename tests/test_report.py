@@ -1,4 +1,5 @@
-"""`python -m liger_ext.models.recognise`: its report on unknown code, and its errors for wrong arguments."""
+"""The command `python -m liger_ext.models.recognise`: its report on unknown code, the entries that it drafts, and its
+errors for wrong arguments."""
 
 import json
 import os

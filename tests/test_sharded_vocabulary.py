@@ -1,5 +1,6 @@
-"""The fused loss with its vocabulary sharded over two and over three processes: within the rule of the op without
-shards, and bit-identical in all processes. sharded_cases.py has the cases; one start runs all."""
+"""The fused loss with its vocabulary sharded over two and over three processes: its results keep the rule that holds
+for the op without shards, and are bit-identical in all processes. sharded_cases.py has the cases, which all run after
+one start of the processes."""
 
 import functools
 import itertools

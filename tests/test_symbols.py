@@ -1,4 +1,5 @@
-"""GPU matmuls call the BLAS library that torch is linked to, even if another version of it was loaded before."""
+"""GPU matmuls call the BLAS library that torch is linked to, even if another version of that library was loaded
+before."""
 
 import ctypes
 import shutil

@@ -1,4 +1,5 @@
-"""The fused loss with a budget of less than 128 rows of logits: statistics, merge and gradient of classes in chunks."""
+"""The fused loss in chunks of rows and classes, with so little memory that not even the logits of 128 rows exist at a
+time: the statistics of each chunk, their merge, and the gradients."""
 
 import random
 

@@ -1,4 +1,5 @@
-"""Weights of patched models that are loaded later, offloaded, shared, copied, cast, or computed from other tensors."""
+"""Patched models whose weights are not plain parameters on the model's device from start to end: loaded later,
+offloaded, shared, copied, cast, or computed from other tensors."""
 
 import copy
 import io

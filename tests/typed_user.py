@@ -1,4 +1,6 @@
-"""Correct and wrong user code, which `make lint` checks with mypy --strict; it is never executed."""
+"""A user's code for mypy --strict, which `make lint` runs; it is never executed. mypy must accept every function except
+`mistakes`, and infer the types in `assert_type`. In `mistakes` it must find a type error in every line that has an
+ignore comment."""
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +77,7 @@ def train(name: str) -> None:
 
 
 def mistakes(x: Tensor, model: nn.Module, handle: PatchHandle) -> int:
-    """Each line must be a type error: mypy reports an ignore comment without an error."""
+    """Each line with an ignore comment must be a type error: otherwise mypy reports that the comment is unused."""
     apply_liger_kernel_to_gemma2(swiglu=True)  # type: ignore[call-arg]
     apply_liger_kernel_to_instance(model, rope=x)  # type: ignore[arg-type]
     LF.rms_norm(x, x, epsilon=1e-6)  # type: ignore[call-arg]

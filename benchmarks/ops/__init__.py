@@ -1,7 +1,6 @@
-"""Functions that each op is compared with. A module of this folder has, for the ops of a family, ``EAGER``: the
-composition that an op replaces, with transformers' code; and ``PEERS``: other libraries' implementations by the
-library's name. All take the op's inputs in their order.
-"""
+"""The functions with which each op is compared. A module of this folder has, for the ops of a family, ``EAGER``: the
+composition of PyTorch's functions that an op replaces, as transformers writes it; and ``PEERS``: implementations of
+other libraries, by the library's name. All take the inputs of the op's record, in their order."""
 
 from __future__ import annotations
 

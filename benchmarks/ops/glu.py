@@ -1,4 +1,4 @@
-"""Compositions and peers of the gated activations."""
+"""The compositions of PyTorch's functions and the peers with which the gated activations are compared."""
 
 from __future__ import annotations
 

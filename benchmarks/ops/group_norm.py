@@ -1,4 +1,4 @@
-"""Composition and peers of GroupNorm."""
+"""The composition of PyTorch's functions and the peers with which GroupNorm is compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Composition and peers of the generalised Jensen-Shannon divergence."""
+"""The composition of PyTorch's functions and the peers with which the generalised Jensen-Shannon divergence is
+compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Composition and peers of cross entropy."""
+"""The composition of PyTorch's functions and the peers with which cross entropy is compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Compositions and peers of RMSNorm, add + RMSNorm and LayerNorm."""
+"""The compositions of PyTorch's functions and the peers with which RMSNorm, add + RMSNorm and LayerNorm are
+compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Composition and peers of squared ReLU."""
+"""The composition of PyTorch's functions and the peers with which squared ReLU is compared."""
 
 from __future__ import annotations
 

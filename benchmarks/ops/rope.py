@@ -1,4 +1,4 @@
-"""Composition and peers of rotary position embedding."""
+"""The composition of PyTorch's functions and the peers with which rotary position embedding is compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Composition and peers of softmax."""
+"""The composition of PyTorch's functions and the peers with which softmax is compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// Checks of the arguments of cross_entropy; fused_linear_cross_entropy shares some of them.
+// Checks of the arguments of cross_entropy. fused_linear_cross_entropy, jsd and the ops of a sharded vocabulary share some of them.
 #pragma once
 #include "checks/tensor.h"
 #include "kernels/cross_entropy.h"

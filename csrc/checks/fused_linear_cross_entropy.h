@@ -77,7 +77,7 @@ struct BackwardInPlaceOrder {
                                                 BackwardOrder::options);
 };
 
-// Checks the arguments that log-probabilities of tokens have and a loss has not.
+// Checks the arguments that only a call for log-probabilities of tokens (linear_log_probs) may have.
 inline void check_tokens(const char* op, const FusedLoss& a, Dtype accumulator) {
   require(a.logit_scale > 0 && a.logit_scale < 1e18, op, ": logit_scale is ", a.logit_scale, ", expected a number above 0, below 1e18");
   const Size rows = a.x.size(0);

@@ -90,7 +90,7 @@ inline void check_schedule(const char* op, const Tensor& x, const Tensor& weight
   const auto way = launch::Gradients(gradients);
   const bool overlaid = way == launch::Gradients::overlaid;
   require(chunk_classes >= (overlaid ? 0 : 1), op, ": chunk_classes is ", chunk_classes, ", expected at least 1");
-  // Wide logits exist for a chunk at a time, beside the gradient of all.
+  // Wide logits (fp32 logits of 16-bit operands) exist for a chunk of rows at a time, beside the stored gradient of all logits.
   require(way != launch::Gradients::deferred || ((dtypes.wide_logits() || chunk_rows >= rows) && chunk_classes >= vocab), op,
           ": gradients is 1 (deferred), for which all logits have to exist at a time, not ", chunk_rows, " of ", rows, " rows and ",
           chunk_classes, " of ", vocab, " classes");

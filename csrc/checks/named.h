@@ -1,4 +1,5 @@
-// Passes an op's many arguments as one struct. A schema is flat, so an Order lists the struct's members in the order of the schema.
+// Passes an op's many arguments as one struct. An op's schema is a flat list of arguments, so an Order lists the struct's members in the
+// order of the schema.
 #pragma once
 #include <tuple>
 #include <type_traits>

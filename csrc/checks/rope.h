@@ -1,4 +1,5 @@
-// Checks of the arguments of rope, and the strides of its outputs. The backward has the gradients of q and k in their place.
+// Checks of the arguments of rope and of its backward, and the strides of the outputs. The backward has the same arguments, with the
+// gradients of the two outputs in place of q and k.
 #pragma once
 #include <utility>
 #include <vector>

@@ -1,4 +1,5 @@
-// Checks of the arguments of ops on one tensor of rows. The backward has dy and the saved tensor.
+// The check of the backward's arguments, for ops that map each row of one tensor to a row of the same length (softmax, relu_squared): dy,
+// and the tensor that the forward saved.
 #pragma once
 #include "checks/tensor.h"
 

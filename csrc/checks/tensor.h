@@ -1,6 +1,7 @@
-// The checks of arguments that ops share. checks/<op>.h has a function of the op's arguments. It runs before the op (boxed in ops/boxed.h),
-// where tensors are torch's, and before the fake implementation (register in liger_ext/ops/_register.py), where they are tensors of Python
-// without data, whose sizes may be symbols. ops/tensor.h and python/tensor.h declare the same names for both.
+// The checks that several ops share. checks/<op>.h has one function that checks the arguments of its op, and two callers run it. boxed()
+// (ops/boxed.h) runs it before the op, on torch's tensors. register() (liger_ext/ops/_register.py) runs it before the fake implementation,
+// on Python's tensors without data, whose sizes may be symbols. ops/tensor.h and python/tensor.h declare the same names for the two kinds
+// of tensors.
 //
 // A check throws std::invalid_argument, which names the argument, its value and the expected value. A check that passes builds no text.
 #pragma once

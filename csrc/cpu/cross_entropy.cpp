@@ -18,9 +18,9 @@ template <class A, class T> LIGER_INLINE void write_zeros(const Out<T>& out, int
   columns<A>(cols, [&](int64_t j, auto n) { store(out, j, n, vec<A>{}); });
 }
 
-// Writes the gradient of a row. `out` may be the memory of the logits. A target outside [0, vocab) belongs to another chunk. lse.low goes
-// into the factor of the probabilities, since A cannot hold lse.high + lse.low. mixes: the entropy has a gradient. Not inlined, for the
-// same reason as sum_row.
+// Writes the gradient of a row. `out` may be the memory of the logits. A target outside [0, vocab) belongs to another chunk. lse.low is
+// part of the factor of the probabilities, since A cannot hold lse.high + lse.low. mixes: the gradient includes the entropy's. Not inlined,
+// for the same reason as sum_row.
 template <class A, bool mixes = false, class T, class Cap, class W>
 [[gnu::noinline, gnu::flatten]] void write_gradient(const In<T>& row, const Out<T>& out, int64_t vocab, int64_t target, const Cap& softcap,
                                                     const LogSumExp& lse, const Slopes& slopes, const In<W>& weight) {
@@ -43,8 +43,8 @@ template <class A, bool mixes = false, class T, class Cap, class W>
   columns<A>(after, vocab, without_target);
 }
 
-// Replaces a stored gradient (CrossEntropyBackward::stored), which is scale * (p[j] - [j == target]), by the gradient with `mix`. Computes
-// the logarithms one element at a time.
+// Replaces a stored gradient (CrossEntropyBackward::stored), which is scale * (p[j] - [j == target]), by the gradient that `mix` defines
+// (kernels/cross_entropy.h). Computes the logarithms one element at a time.
 template <class A, class T>
 [[gnu::noinline, gnu::flatten]] void mix_stored(const In<T>& row, const Out<T>& out, int64_t vocab, int64_t target, const A* mix, A scale) {
   const A inverse = 1 / scale, p_target = A(__builtin_exp(mix[3]));

@@ -1,10 +1,11 @@
 // Runs CPU kernels on torch's threads, in the selected instruction set. dispatch*.cpp and gemm.cpp include it: they are compiled for the
-// baseline, and only they include torch's headers.
+// baseline (the compiler's default instruction set), and only they include torch's headers.
 //
-// A kernel file defines, in its build's namespace (liger::cpu::baseline, avx2, avx512),
+// A kernel file defines, in the namespace of its build (liger::cpu::baseline, avx2 or avx512),
 //   template <> void run(const Args& args, int64_t begin, int64_t end)   // items begin … end-1; must not throw
-// and a dispatch file starts it by  parallel_items(args, items, elements_per_item, outputs).  `outputs` names large results, whose memory
-// is mapped shortly before the items that write it.
+// An item is a kernel's unit of work, such as a row; parallel_items divides the items among threads. A dispatch file starts the kernel by
+// parallel_items(args, items, elements_per_item, outputs).  `outputs` names large results, whose memory is mapped shortly before the items
+// that write it.
 #pragma once
 #include <torch/csrc/stable/ops.h>
 

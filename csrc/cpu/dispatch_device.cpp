@@ -1,4 +1,5 @@
-// Device errors of the CPU library and the host target: ops throw every error at once, also a bad target's, so none is reported later.
+// The functions of kernels/device.h for the CPU library and the host target. There ops throw every error at once, also a bad target's, so
+// these functions have no error to report.
 #include "kernels/device.h"
 
 namespace liger::cpu {

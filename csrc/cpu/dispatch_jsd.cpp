@@ -1,5 +1,5 @@
-// The generalised Jensen-Shannon divergence on the CPU: runs the kernels on threads. Without labels every row counts, and the forward
-// stores the counts.
+// The generalised Jensen-Shannon divergence on the CPU: runs the kernels on threads. Without labels every row counts; then the forward also
+// stores the counts (CrossEntropyCounts) by which the mean is computed.
 #include "cpu/dispatch.h"
 #include "kernels/cross_entropy.h"
 #include "kernels/jsd.h"

@@ -1,14 +1,17 @@
 // Matrix products with torch's CPU GEMM, called through torch's C shim. The shim calls at::cpu:: directly: no dispatcher, no autograd and
 // no autocast runs.
 //
-// fp32 and fp64 are one call. The speed of 16-bit operands depends on the CPU. If it multiplies the type in hardware, torch's GEMM is
-// faster than the fp32 one; if not, it is slower by orders of magnitude (docs/measurements.md). So there are three strategies:
-//   direct   hardware, and C has the operands' type: one call;
-//   split    bf16 in hardware, C in fp32: the product rounded to bf16, then a second product that yields the rounding error (A B - high,
-//            also bf16): together 16 bits of mantissa, and added to C in fp32;
-//   widen    no hardware, fp16 with fp32 C (a product may leave fp16's range), or all_bits: tiles of the operands are converted to fp32
-//            and multiplied there. A 16-bit C is rounded once, after all of k.
-// The CPU's features select the strategy, not a timing, so that the same input gives the same bits in every run.
+// fp32 and fp64 operands take one call of torch's GEMM. The speed of 16-bit operands depends on the CPU. If the CPU multiplies bf16 or fp16
+// in hardware, torch's GEMM of that type is faster than torch's fp32 GEMM; if not, it is slower by orders of magnitude
+// (docs/measurements.md). So there are three strategies:
+//   direct   The CPU multiplies the type in hardware, and C has the operands' type: one call.
+//   split    The CPU multiplies bf16 in hardware, and C is fp32. A first call rounds the product A B to bf16; a second call computes the
+//            rounding error, A B minus the rounded product, also in bf16. The two bf16 numbers together have 16 bits of mantissa. Their sum
+//            is stored in C, or added to C, in fp32.
+//   widen    All other cases: the CPU does not multiply the type in hardware; or the operands are fp16 and C is fp32, since a product may
+//            leave fp16's range; or the caller sets all_bits (kernels/gemm.h) for a C with the full precision of fp32. Tiles of the
+//            operands are converted to fp32 and multiplied in fp32. A 16-bit C is rounded once, after the sum over all of k.
+// The strategy follows from the types and the CPU's features, not from a timing, so that the same input has the same bits in every run.
 #include "kernels/gemm.h"
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
@@ -34,8 +37,8 @@ bool hardware_multiplies(Dtype dtype) {
 #if defined(__x86_64__)
   static const auto [bf16, f16] = [] {
     unsigned a, b, c, d;
-    const bool f16 = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 23 & 1);   // AVX512-FP16
-    const bool bf16 = __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);   // AVX512-BF16; every CPU with AMX has it
+    const bool f16 = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 23 & 1);  // AVX512-FP16
+    const bool bf16 = __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);  // AVX512-BF16; every CPU with AMX has it
     return std::pair(bf16, f16);
   }();
   if (isa() == Isa::avx512) return dtype == Dtype::bf16 ? bf16 : dtype == Dtype::f16 ? f16 : true;

@@ -1,5 +1,5 @@
-// LayerNorm on the CPU: bound by memory, with the passes of rms_norm.cpp. The variance is that of the centred row, in a second pass over a
-// row that is in L1 or L2. So a large mean causes no cancellation.
+// LayerNorm on the CPU: bound by memory, with the passes of rms_norm.cpp. A second pass, over a row that is in L1 or L2, computes the
+// variance of the centred row. So a large mean causes no cancellation.
 #include "cpu/partials.h"
 #include "cpu/simd.h"
 #include "kernels/norms.h"

@@ -1,6 +1,6 @@
 // Partial rows of parameter gradients, which are sums over rows. The result has the same bits with any number of threads: the shape alone
 // groups rows into blocks, each block adds its rows in order into its partial row, and the partial rows are added in order. This header
-// holds plain declarations only, since baseline code and the code of every instruction set include it.
+// holds plain declarations only, since code for the baseline and code for every other instruction set include it.
 #pragma once
 #include "kernels/types.h"
 

@@ -1,6 +1,6 @@
-// Rotary embedding on the CPU: bound by memory. An item is one position of a sequence. Its row of cos and sin is converted once, into a
-// buffer in L1, and all heads of q and k use it. Rotary dimensions that exceed the buffer are processed in slices. Interleaved pairs are
-// split and joined in buffers as well.
+// Rotary embedding on the CPU: bound by memory. An item (cpu/dispatch.h) is one position of a sequence. The position's row of cos and sin
+// is converted once, into a buffer in L1, and all heads of q and k use it. Rotary dimensions that exceed the buffer are processed in
+// slices. Interleaved pairs are split and joined in buffers as well.
 #include "kernels/rope.h"
 
 #include "cpu/simd.h"

@@ -11,13 +11,13 @@
 //   columns<A>(cols, f)           calls f(j, n) for each vector of a row. n is Whole, or Part at the end: pass it on to load and
 //                                 store. Lanes past the end are loaded as 0 and not stored
 //   sum_columns<A, N>(cols, f)    N sums at once of the terms[N] that f(j, n, terms) computes; fixed order, in groups
-//   max_columns<A>(cols, f)       likewise; ignores NaN (a sum of exponentials does not)
-//   only(n, v, other)             v in lanes before the end, `other` past it
+//   max_columns<A>(cols, f)       the largest of all f(j, n); ignores NaN (a sum of exponentials does not)
+//   only(n, v, other)             v in lanes before the end of the row, `other` in lanes past it
 //   round_to(out, v), round_as<T>(v)   v after a store to `out` (as T) and a load
 //   Math<A>                       exp, tanh, normal_cdf on vec<A>, for math/*.h; and scalar log, exp, sqrt
-//   dispatch(dtype, f)            calls f(T{}); accumulator_of<T> is its A
+//   dispatch(dtype, f)            calls f(T{}); accumulator_of<T> is the compute type A of T
 //   dispatch_same({dtypes…}, f)   calls f(T{}, A{}), with T = any when the dtypes differ
-//   with_param<T>(vector, fill, f)   calls f(In<…>) for a parameter of dtype T, of another one, or absent (all `fill`)
+//   with_param<T>(vector, fill, f)   calls f(In<…>) for a parameter of dtype T or another dtype, or absent (all `fill`)
 //   streams(out, rows, cols)      whether stores to `out` should bypass the caches. Pass it to row<T>(out, i, …), and end the
 //                                 kernel with stream_fence()
 //   prefetch(in, j)               prefetches the cache line of element j

@@ -1,5 +1,5 @@
 // Adds up the rows of a [partial rows, columns] fp32 matrix, most of which is in the L2. A block owns a few neighbouring columns of all
-// rows, at least a 32-byte sector of each row. The block's thread groups share the rows, and their sums are added up in shared memory.
+// rows, at least the columns of a 32-byte sector. The block's thread groups share the rows, and their sums are added up in shared memory.
 // Blocks are small, so that they fit on a multiprocessor beside the kernel that writes the matrix and are resident when it ends.
 #include "gpu/column_sum.h"
 

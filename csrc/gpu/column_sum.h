@@ -1,7 +1,7 @@
 // The last step of every column sum (dweight, dbias). The kernel before it writes partial rows in fp32, one per block; a second kernel,
 // spread over the whole device, adds them up in a fixed order. Where the hardware allows it (programmatic dependent launch), the second
-// kernel starts while the first one still runs, and waits for its results: the first kernel may call let_next_kernel_start() once it has
-// read its inputs.
+// kernel starts while the first kernel still runs, and waits for the partial rows. For this, the first kernel may call
+// let_next_kernel_start() once it has read its inputs.
 #pragma once
 #include "gpu/device.h"
 #include "kernels/types.h"

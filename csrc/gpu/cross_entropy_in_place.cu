@@ -1,8 +1,8 @@
 // The fused loss's kernels: they compute the losses of rows of logits, and overwrite the logits by their gradient.
 //
 // Memory bandwidth bounds them: each row is read once and written once. But the gradient needs the row again after the row's sum, and a row
-// of 128256 bf16 logits has 256 KB. The second limit is two exponentials per element, half of the throughput of the special function units
-// at full clocks.
+// of 128256 bf16 logits has 256 KB. The second limit is the special function units: two exponentials per element take half of their
+// throughput at full clocks.
 // InPlaceHeld: a block holds a row, or up to eight blocks do where there are clusters: 8 vectors per thread in registers, the rest of
 // longer rows in shared memory. The hardware starts the blocks of a row as earlier blocks end, so the blocks of a multiprocessor are at
 // different points of their rows, and memory is always busy. Instructions per element are few: no loop tests columns, since elements past

@@ -1,5 +1,5 @@
-// Functions that all kernels over rows of logits share: their arguments from an op's description, the selection of the kernel instance, and
-// the stores of a row's results.
+// Functions that all kernels over rows of logits share: the conversion of an op's arguments (kernels/cross_entropy.h) to the kernels'
+// arguments, the selection of the kernel instance, and the stores of a row's results.
 #pragma once
 #include "gpu/cross_entropy_rows.h"
 #include "gpu/platform.h"

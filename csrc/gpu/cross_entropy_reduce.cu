@@ -1,5 +1,5 @@
-// The sums over all rows that cross entropy needs: the number of rows that count, before its pass over the logits (cross_entropy_counts),
-// and the loss, after this pass (cross_entropy_reduce).
+// The sums over all rows that cross entropy needs. Before the pass over the logits: the number of rows that count (cross_entropy_counts).
+// After the pass: the loss (cross_entropy_reduce).
 //
 // Latency bounds these kernels, since there are only a few bytes per row. One block processes all rows: each thread sums some of them, with
 // several loads in flight, and the block adds up the threads' sums in a fixed order. So there are no atomics and no second kernel, and

@@ -139,11 +139,11 @@ template <class T, int N> struct RowWalk : RowParts<N> {
   }
 };
 
-// The statistics of a row: max, and the sum of exp(x' - max), in one pass. A logit replaces the maximum only if it exceeds it by more than
-// `slack`: terms of the sum may be as large as exp(slack), and after the first vectors the sum is hardly ever rescaled. (For fp32 the slack
-// is small, because the difference of a logit and a maximum far below it would be rounded.) base() avoids the difference -inf - -inf; NaN
-// and +inf reach the sum as NaN. `rounded_off` collects the rounding errors of an fp32 row's additions, for one addition at the end. Full:
-// also the sum of w[j] * (x'[j] - anchor), where the anchor keeps sums of large logits from overflowing, and the first of the largest
+// The statistics of a row: max, and the sum of exp(x' - max), in one pass. A logit replaces the maximum only if the logit is larger by more
+// than `slack`: terms of the sum may be as large as exp(slack), and after the first vectors the sum is hardly ever rescaled. (For fp32 the
+// slack is small, because the difference of a logit and a maximum far below it would be rounded.) base() avoids the difference -inf - -inf;
+// NaN and +inf reach the sum as NaN. `rounded_off` collects the rounding errors of an fp32 row's additions, for one addition at the end.
+// Full: also the sum of w[j] * (x'[j] - anchor), where the anchor keeps sums of large logits from overflowing, and the first of the largest
 // logits (or the first NaN, as torch.argmax). Before merge() the sum lacks Exp's correction() for its base.
 template <class T, bool Full, bool Tokens = false> struct RowStatistics : Exponentials {
   static constexpr float slack = sizeof(T) == 2 ? 16 : 2;

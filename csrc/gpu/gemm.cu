@@ -11,8 +11,8 @@
 // receives no workspace, since the workspace of torch's handle belongs to cuBLAS, and therefore never splits k.
 //
 // If a dimension along which a 16-bit matrix is contiguous is no multiple of 8 (an odd vocabulary size), cuBLAS selects kernels for
-// unaligned matrices, whatever the stride. They are several times slower (docs/measurements.md). So split() divides the product into two: a
-// multiple of 8, and the remainder.
+// unaligned matrices, whatever the stride. They are several times slower (docs/measurements.md). So split() divides the product along this
+// dimension into two products: for a multiple of 8, and for the remainder.
 #include <algorithm>
 #include <limits>
 

@@ -1,6 +1,6 @@
 // The backward of GroupNorm. Bound by memory: where a block, or a cluster of blocks, holds a group of dy and x, both are read once and dx
-// is written once (GroupNormBackwardRegisters). Longer groups are cut into parts of channels: one kernel sums them (GroupNormBackwardSums),
-// and a second one reads them again and writes dx (GroupNormBackwardApply).
+// is written once (GroupNormBackwardRegisters). Longer groups are cut into parts of channels: one kernel computes the sums of each part
+// (GroupNormBackwardSums), and a second one reads the parts again and writes dx (GroupNormBackwardApply).
 //
 //   n = (x - mean) * rstd,  g = dy * weight[channel],  dx = rstd * (g - mean(g) - n * mean(g * n))
 //   dweight[channel] = sum of dy * n,  dbias[channel] = sum of dy

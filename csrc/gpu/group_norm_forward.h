@@ -1,7 +1,8 @@
-// The forward of GroupNorm. Bound by memory: where the threads of a block, or of a cluster of blocks, hold a group (64 elements of a 16-bit
-// type per thread), x is read once and y is written once (GroupNormRegisters). Longer groups are cut into parts, one per block, so that a
-// few groups fill the device. One kernel computes mean and sum of squares of each part (GroupNormMoments). A second one merges the moments
-// of a group's parts and reads the parts again (GroupNormApply), in the opposite order, since the L2 still has what was read last.
+// The forward of GroupNorm. Bound by memory: where the threads of a block, or of a cluster of blocks, hold a group (up to 64 elements of a
+// 16-bit type per thread), x is read once and y is written once (GroupNormRegisters). Longer groups are cut into parts, one per block, so
+// that a few groups fill the device. One kernel computes the mean and the sum of squared deviations of each part (GroupNormMoments). A
+// second one merges the moments of a group's parts and reads the parts again (GroupNormApply), in the opposite order, since the L2 still
+// has the parts that were read last.
 //
 // A vector takes weight and bias of the channel in which it begins. Where channels are not whole vectors, it may end in the next channel,
 // whose parameters are then loaded, too.

@@ -59,7 +59,7 @@ template <class T> LIGER_DEVICE float capped_exponent(const LogitRows& a, float 
   return x[0];
 }
 
-// The statistics, beside exponentials, that options need of a row of 16-bit logits x' (softcap(x), or x).
+// The statistics of a row of 16-bit logits x' (softcap(x), or x) that options need in addition to exponentials.
 template <class T> struct HeldOptions {
   const LogitRows& a;
   float raw_max = minus_infinity();  // of x, for predictions

@@ -1,14 +1,18 @@
-// The generalised Jensen-Shannon divergence of rows of log-probabilities: the sum of each row (forward), and the gradient of the student's
-// log-probabilities (backward). kernels/jsd.h has the formulas.
+// The generalised Jensen-Shannon divergence of a student from a teacher, by rows of log-probabilities of both. The forward stores each
+// row's divergence, which is a sum over columns; the backward stores the gradient of the student's log-probabilities. kernels/jsd.h has the
+// formulas.
 //
-// Memory bandwidth bounds both kernels, with instructions close behind: each element takes three exponentials or logarithms. No tensor of
-// the vocabulary's size is saved between forward and backward, since recomputing it costs less than writing and reading it.
+// Memory bandwidth bounds both kernels, with instructions close behind: for 0 < beta < 1 each element takes three exponentials or
+// logarithms. Between forward and backward only the inputs and a few counts are saved. A tensor of terms, as large as an input, would take
+// longer to write and read than the backward takes to compute the terms again.
 //
-// Forward: both inputs are read once. A thread group of at most a block walks over its row in vectors of 16 bytes. Backward: both inputs
-// are read once more and the gradient is written, in tiles that follow each other in memory.
+// Forward: reads the student's and the teacher's rows once. A thread group of at most one block processes a row in vectors of 16 bytes.
+// Backward: reads both again and writes the gradient, in tiles (tiles.h). A tile is a part of one row, or of each of several short rows,
+// and successive blocks process successive tiles.
 //
-// Rows may begin at any address, as in cross_entropy.cu: single elements at both ends, vectors between them. If the rows of the tensors
-// have different offsets modulo 16 bytes, all elements are accessed singly. cross_entropy_reduce.cu computes the mean over rows.
+// Rows may begin at any address, as in cross_entropy.cu: the elements before the first aligned vector and behind the last whole vector are
+// accessed singly. Vectors are possible only if the rows of student, teacher and gradient have the same offset modulo 16 bytes; otherwise
+// every element is accessed singly. cross_entropy_reduce.cu computes the mean of the rows' divergences.
 #include "kernels/jsd.h"
 
 #include <initializer_list>

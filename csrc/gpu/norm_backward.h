@@ -7,7 +7,7 @@
 // NormBackwardRegisters: persistent blocks walk over rows. A thread owns 4 to 24 columns. Their weights and fp32 sums stay in its
 // registers, and a RowStream fetches the next rows while the current one is reduced. Rows that a block cannot hold are held by a cluster of
 // blocks, where the device has clusters. Elsewhere a thread may own four vectors (32 columns, fp32: 16) and loads their weights again for
-// each row (walk_with_few_registers). Each block, or cluster, writes one partial row of its sums, so there are one or two per
+// each row (walk_with_few_registers). Each block, or cluster, writes one partial row of its sums, so there are one or two partial rows per
 // multiprocessor. column_sum.h adds up the partial rows.
 //
 // Other files have the kernels for longer rows and mixed dtypes (norm_backward_reread.h), for few rows (norm_backward_few.h), and for calls

@@ -1,5 +1,6 @@
 // The backward of the norms for rows that no block or cluster holds, and for tensors of mixed dtypes. dy and z are read twice: one kernel
-// computes mean(g) and mean(g * n) of each row; a second one computes dz and, for tiles of columns, the sums over ranges of rows.
+// computes mean(g) and mean(g * n) of each row; a second one computes dz and the partial sums of dweight and dbias, for tiles of columns
+// and ranges of rows.
 #pragma once
 #include "gpu/norm_backward.h"
 

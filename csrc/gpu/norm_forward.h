@@ -2,12 +2,12 @@
 //
 //   y = n * (weight + offset) + bias,   n = (z - mean) * rstd,   z = x [+ residual, stored as `sum`];   RMSNorm: mean = 0
 //
-// NormForwardRegisters: the threads of a row hold it, up to 8 vectors each, and issue all loads before they use the first value. Their
-// number is a power of two or, for row lengths far from a power of two, any number of whole warps, so that no warp idles (RowWarps). Rows
-// that a block cannot hold are held by a cluster of blocks, where the device has clusters. The hardware starts blocks as others end, which
-// keeps the memory busier than persistent blocks do.
-// NormForwardReread, for longer rows: two passes by the same threads, one for the statistics (LayerNorm merges batches by Chan's formula),
-// one for the result, which mostly hits the L2.
+// NormForwardRegisters: the threads of a row hold it, up to 8 vectors each, and issue all loads before they use the first value. The number
+// of threads is a power of two or, for row lengths far from a power of two, any number of whole warps, so that no warp idles (RowWarps).
+// Rows that a block cannot hold are held by a cluster of blocks, where the device has clusters. The hardware starts blocks as others end,
+// which keeps the memory busier than persistent blocks do.
+// NormForwardReread, for longer rows: two passes by the same threads. The first computes the statistics (LayerNorm merges batches by Chan's
+// formula); the second computes the result, and most of its reads hit the L2.
 // Instructions are the second limit (H200). So there are separate kernel instances for parameters of the result's dtype, and few branches
 // before a row's first load: short rows pay for each of them.
 #pragma once

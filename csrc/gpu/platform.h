@@ -3,9 +3,9 @@
 //
 // A kernel is a struct,
 //   struct K { struct Args {plain data}; static constexpr int max_threads; static LIGER_DEVICE void run(const Args&); };
-// and launch<K>(made, args, stream) launches it. All lanes of a warp must reach its collectives, and all threads of a block its barriers.
-// So a thread whose row lies past the end clears a `live` flag and does not return early, and loops that contain collectives have the same
-// trip count in all threads of the block.
+// and launch<K>(made, args, stream) launches it as `made`, a launch::Launch (launch/launch.h), describes. All lanes of a warp must reach
+// its collectives, and all threads of a block its barriers. So a thread whose row lies past the end clears a `live` flag and does not
+// return early, and loops that contain collectives have the same trip count in all threads of the block.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -319,7 +319,7 @@ template <class T> constexpr bool fits(const launch::Instance& of) {
   return (of.vec == 1 || of.vec * int(sizeof(T)) == 16) && (may_have_clusters || !of.ahead);
 }
 
-// How an elementwise op may access rows of one dtype: the elements per access, and whether there are no gaps between rows.
+// The access of an elementwise op to rows of one dtype: the elements per access, and `contiguous`, true if there are no gaps between rows.
 struct Elementwise {
   int vec;
   bool contiguous;

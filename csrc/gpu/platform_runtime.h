@@ -1,4 +1,4 @@
-// The runtime functions of device.cu, for CUDA, HIP and the host target: device profiles, error texts, pinned memory.
+// The runtime functions that device.cu calls, for CUDA, HIP and the host target: device profiles, error texts, pinned memory.
 #pragma once
 #include <cstdlib>
 #include <cstring>

@@ -4,7 +4,8 @@
 //   take(out)      writes the thread's vectors of the next row to `out`: the columns of warp_columns(), with zeros past the last column. If
 //                  the row is past the last one, `out` is undefined: a thread that takes it, because other threads of its warp or block
 //                  still have a row, must not use its values.
-//   release()      lets another row be fetched in the place of the row that was taken. All lanes of a warp call both functions together.
+//   release()      lets another row be fetched in the place of the row that was taken. All lanes of a warp call take() together, and
+//                  release() together.
 //
 // A kernel whose registers do not hold a row reads it twice, vector by vector, by these functions instead (AsyncStream, HeldStream):
 //   wait()         waits for the next row, which must not be past the last one.

@@ -1,5 +1,5 @@
-// Tiles for elementwise kernels: a block processes one tile of a row, or of a few short rows, with K vectors per thread. Successive blocks
-// process successive tiles in memory, as in a copy. launch::row_tiles computes the launches.
+// Tiles for elementwise kernels: a block processes one tile of a row, or of each of a few short rows, with K vectors per thread. Successive
+// blocks process successive tiles in memory, as in a copy. launch::row_tiles computes the launches.
 #pragma once
 #include "gpu/rows.h"
 

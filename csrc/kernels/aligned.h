@@ -1,4 +1,4 @@
-// Tests whether 16-byte accesses fit the rows of a matrix, from its address and strides.
+// Tests, from the addresses and strides of matrices, whether 16-byte accesses fit their rows.
 #pragma once
 #include "kernels/types.h"
 

@@ -8,7 +8,7 @@
 namespace liger {
 
 // liger_ext/ops/count_rows.py writes this value over the targets of the listed rows if a row that is not listed has a target other than
-// ignore_index. It is too unlikely to be a target by chance.
+// ignore_index. So throw_bad_target can name the cause: no class and no ignore_index is likely to have this value.
 constexpr int64_t rows_left_out = -7'305'431'802'964'118'153;
 
 [[noreturn]] inline void throw_bad_target(const char* op, int64_t row, int64_t target, int64_t classes, const std::string& ignore_index) {

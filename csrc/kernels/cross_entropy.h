@@ -5,15 +5,16 @@
 //   ce_i = t * ((1 - e) * w[y] * (lse - x'[y]) + e / V * sum_j w[j] * (lse - x'[j])),      z_i = t * s * lse^2
 //   d ce_i / dx'[j] = t * ((1 - e) * w[y] * (p[j] - [j == y]) + e / V * (W * p[j] - w[j])),  W = sum_j w[j]
 //   d z_i  / dx'[j] = t * 2 * s * lse * p[j];        dx[j] = dx'[j] * (1 - (x'[j] / c)^2);   t is a constant (detached).
-// Log-probabilities of tokens add a temperature T per row and a logit_scale s: x' = softcap(s * x) / T. Their gradient kernels store
-// dx'[j] * (1 - tanh^2) without the row's factor s / T. Further results of a row:
+// linear_log_probs (log-probabilities of tokens) adds a temperature T per row and a logit_scale s: x' = softcap(s * x) / T. The gradient
+// kernels store dx'[j] * (1 - tanh^2) for it, without the row's factor s / T. Further results of a row:
 //   entropy = -sum(p * log(p)),  mean = sum(x') / V,  log_sum_sq = log(sum(p^2)).
-// Numbers A, E, C of each row (`mix`) define a gradient that includes the entropy's: dx'[j] = p[j] * (A + E * log(p[j])) - C * [j == y].
-// Ignored rows (target == ignore_index): losses and gradients 0, accuracy 0, prediction -1. A target outside [0, V) that is
-// not ignore_index: throw_bad_target on the CPU; on a GPU NaN in the row's loss and gradient, and a record for the host.
+// Three coefficients A, E, C of each row (`mix`) define a gradient that includes the entropy's:
+//   dx'[j] = p[j] * (A + E * log(p[j])) - C * [j == y].
+// Ignored rows (target == ignore_index): losses and gradients 0, accuracy 0, prediction -1. A target outside [0, V) that is not
+// ignore_index: throw_bad_target on the CPU; on a GPU NaN in the row's loss and gradient, and a record for the host.
 //
-// The accumulator type A is float, and double for double logits. Floating-point arrays below have type A, except logits and gradients of
-// logits, and where a comment names another type.
+// In the comments below, "of A" means: of the accumulator type, which is float, and double for double logits. It is the type of all
+// floating-point arrays except logits, gradients of logits, and arrays whose comment names another type.
 #pragma once
 #include "kernels/types.h"
 
@@ -30,8 +31,8 @@ struct CrossEntropyOptions {
   double logit_scale = 1;
 };
 
-// Sums over all rows that the loss needs. The device computes them, so that nothing waits for the host: before the first row is read or,
-// if no row needs them, with the reduction.
+// Sums over all rows that the loss needs. The device computes them, so that nothing waits for the host: before it reads the first row, if a
+// row's result depends on a sum; otherwise together with the reduction of the losses.
 //   counts[valid]: the number of valid rows; counts[target_weight] = sum of w[y] over valid rows; counts[weight] = W;
 //   counts[ce_scale], counts[z_scale]: factors of the sums of ce_i and z_i in the loss (from reduction, normalizer); 0 if no row is valid;
 //   counts[scale]: the factor of the fused loss's unreduced gradients: ce_scale, or z_scale if class weights make ce_scale 0.
@@ -88,8 +89,8 @@ struct CrossEntropyBackward {
   Classes classes;
   const void* token;      // [rows] of A, the probability of each target; read with token scaling
   const void* temperature;  // as CrossEntropyRows::temperature
-  const void* mix;        // [rows, 4] of A: A, E, C and log(p[y]); nullptr: no gradient of entropy
-  bool stored;            // logits holds CrossEntropyInPlace's gradient (no softcap), from which p follows; with mix, without lse
+  const void* mix;        // [rows, 4] of A: the coefficients A, E, C, and log(p[y]); nullptr: no gradient of entropy
+  bool stored;            // with mix, without softcap: logits holds CrossEntropyInPlace's gradient, from which p follows; no lse
   double gradient_scale;  // without grad: the result is CrossEntropyInPlace's gradient, with this factor
 };
 
@@ -129,8 +130,9 @@ struct CrossEntropyInPlace {
   MutableRows gradient() const { return {const_cast<void*>(row.logits.data), row.logits.stride, row.logits.dtype}; }
 };
 
-// The same for rows that lie in several matrices, each with the logits of a range of classes, in the order of the classes. `first`, a
-// multiple of 64, is a matrix's first class. Unlike CrossEntropyInPlace, it supports temperatures and moments.
+// CrossEntropyInChunks: as CrossEntropyInPlace, for rows that lie in several matrices. Each matrix has the logits of a range of classes;
+// the matrices are in the order of the classes. `first`, a multiple of 64, is a matrix's first class. Unlike CrossEntropyInPlace, it
+// supports temperatures and moments.
 struct LogitsChunk {
   int64_t first;
   MutableRows logits;

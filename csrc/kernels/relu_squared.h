@@ -1,4 +1,5 @@
-// Squared ReLU: y = max(x, 0)^2, dx = 2 * max(x, 0) * dy; arXiv:2109.08668. A NaN remains NaN.
+// Squared ReLU: y = max(x, 0)^2, dx = 2 * max(x, 0) * dy; arXiv:2109.08668. Where x is NaN, y and dx are NaN. Where x <= 0, dx is 0 even if
+// dy is NaN.
 #pragma once
 #include "kernels/types.h"
 

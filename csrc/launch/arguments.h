@@ -1,5 +1,5 @@
-// The launches of the fused loss's kernels, computed from the kernels' arguments (csrc/kernels): csrc/gpu executes them, and the trace
-// (csrc/trace) lists them. launch.h explains the argument `knobs`.
+// The launches of the fused loss's kernels, computed from the kernels' arguments (csrc/kernels). csrc/gpu executes these launches.
+// csrc/trace, which runs the ops of the fused loss on tensors without data, lists them. launch.h explains the argument `knobs`.
 #pragma once
 #include "kernels/aligned.h"
 #include "kernels/cross_entropy.h"

@@ -1,5 +1,7 @@
-// The chunks of rows and of the vocabulary into which the fused loss cuts its logits, its strategies for gradients, and the memory layout
-// of the strategy `overlaid`.
+// How the fused loss cuts its logits into chunks, and where it stores their gradient:
+// - the number of rows of a chunk (equal_chunks);
+// - the strategies for computing gradients (Gradients), and the choice of a strategy for a call (gradients_of);
+// - the memory layout of the strategy `overlaid`, which stores chunks of the gradient of the logits in the memory that becomes dweight.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -23,20 +25,21 @@ constexpr int64_t equal_chunks(int64_t rows, int64_t most) {
 
 // The strategies for computing gradients; ops/fused_linear.h describes them.
 enum class Gradients { none, deferred, accumulated, recomputed, overlaid };
-// The strategy of a call. input: dx is requested. parameters: dweight or dbias is requested. at_once: all logits certainly exist at a time.
-// per_row: reduction "none".
+// The strategy of a call. input: dx is requested. parameters: dweight or dbias is requested. at_once: true if all logits exist at a time
+// (one chunk); false also if the number of chunks is unknown, as in a compiled graph. per_row: reduction "none".
 constexpr Gradients gradients_of(bool input, bool parameters, bool at_once, bool per_row) {
   if (!parameters) return input ? Gradients::accumulated : Gradients::none;
   if (at_once) return Gradients::deferred;
   return per_row ? Gradients::recomputed : Gradients::accumulated;
 }
 
-// Overlaid: the gradient of the logits waits for the matmuls of the backward in the memory that becomes dweight, and in an overflow buffer
-// (the "rest"). It is cut into chunks of the vocabulary (ranges of classes); each chunk is a matrix. The backward processes the chunks in
-// the order of the list. For each chunk, a matmul reads the gradient and writes dweight of its classes, over the gradients of chunks that
-// earlier matmuls have read. No memory is free for the first chunk's dweight: a workspace (the "spare") holds it until all chunks in
-// dweight's memory have been read. Gradients that the forward does not store are recomputed in the backward, chunk by chunk, in memory that
-// is free by then: in the rest, in the spare, or in dweight's memory, behind the chunk's own dweight.
+// Overlaid: between forward and backward, the gradient of the logits lies in memory that the backward overwrites by dweight, and in an
+// overflow buffer (the "rest"). The gradient is cut into chunks of the vocabulary (ranges of classes); each chunk is a matrix. The backward
+// processes the chunks in the order of the list OverlaidLayout::chunks. For each chunk, a matmul reads the gradient and writes dweight of
+// the chunk's classes, over the gradients of chunks that earlier matmuls have read. No memory is free for the first chunk's dweight: a
+// workspace (the "spare") holds it until all chunks in dweight's memory have been read. The forward may store the gradient of some classes
+// only. The backward recomputes the gradient of the other classes, chunk by chunk, in memory that is free by then: in the rest, in the
+// spare, or in dweight's memory, behind the chunk's own dweight.
 //
 // Sizes are in elements of the gradient. `room` is the space of one class's dweight: hidden_size, or twice that if dweight is in fp32 and
 // the gradient in 16 bits.
@@ -98,8 +101,8 @@ inline OverlaidLayout overlaid_layout(int64_t rows, int64_t room, int64_t vocab,
   return made;
 }
 
-// An estimate of the time of the matmuls that write and read the chunks: waves of tiles of 128 x 256 over an H200's multiprocessors, and a
-// fixed cost per chunk.
+// An estimate of the relative time of the matmuls that write and read the chunks: the waves of tiles of 128 x 256 on an H200's
+// multiprocessors, and a fixed cost per chunk.
 inline double overlaid_cost(int64_t rows, int64_t hidden, const std::vector<OverlaidChunk>& chunks) {
   constexpr int64_t multiprocessors = 132, tile_rows = 128, tile_cols = 256;
   const auto waves = [](int64_t a, int64_t b) {
@@ -140,8 +143,8 @@ inline OverlaidLayout best_overlaid_layout(int64_t rows, int64_t room, int64_t h
   return best;
 }
 
-// How many numbers the forward saves for gradients that the backward recomputes. Per row: the log-sum-exp in two parts, and, for token
-// scaling, the probability of the target.
+// The number of values that the forward saves for gradients that the backward recomputes. Per row: the log-sum-exp in two parts, and, for
+// token scaling, the probability of the target.
 template <class Size> Size kept_for_gradients(const Size& rows, bool token_scaling) { return rows * Size(token_scaling ? 3 : 2); }
 
 // The number of rows of the sum of dx (dtype of the accumulator) that the memory of dx holds; 0 if dx is narrower than the sum and the

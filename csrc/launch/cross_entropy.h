@@ -1,4 +1,5 @@
-// The kernel instances and launches (launch.h) of cross entropy, and of the fused loss's kernels for rows of logits.
+// Lists the kernel instances of cross entropy and of the fused loss's kernels for rows of logits, and plans their launches, which
+// csrc/gpu executes (launch.h).
 #pragma once
 #include <optional>
 
@@ -9,7 +10,7 @@ namespace liger::launch {
 constexpr int logits_threads = 512;  // the most threads of a block that processes rows of logits
 constexpr int logits_row_threads = 128;  // threads of a block that has a single row, if there are enough rows to fill the device
 
-// How many vectors a thread loads before it uses the first one: logits_in_flight in kernels over rows (fewer if options need the
+// The number of vectors that a thread loads before it uses the first one: logits_in_flight in kernels over rows (fewer if options need the
 // registers), logit_tile_k in the backward's tiles.
 constexpr int logits_in_flight(bool full) { return full ? 2 : 4; }
 constexpr int logit_tile_k(int vec) { return vec == 1 ? 2 : 4; }
@@ -33,9 +34,9 @@ Launch cross_entropy_backward(const DeviceProfile&, const LogitsShape&, const Kn
 
 // The fused loss's kernels, which need each row twice. InPlaceHeld and InPlaceTokens (for log-probabilities) process aligned rows that a
 // block or a cluster of blocks holds; InPlace processes all other rows. The constants are the numbers of vectors that a thread holds in
-// registers; its other vectors are in shared memory (plan.slots). Registers hold fewer vectors if rows lie in several matrices (chunks of
-// the vocabulary), for log-probabilities (tokens), and if the loss has options that cost registers (full: not `plain`). Rows of these three
-// kinds are held only in 16 bits, and those of the last two kinds only on devices with clusters.
+// registers; its other vectors are in shared memory (plan.slots). Registers hold fewer vectors for three kinds of rows: rows that lie in
+// several matrices (chunks of the vocabulary), rows of log-probabilities (tokens), and rows of a loss with options that cost registers
+// (full: not `plain`). The kernels hold these kinds only if the logits have 16 bits, and the last two kinds only on devices with clusters.
 constexpr int held_in_registers = 8, held_of_chunks = 7, held_of_tokens = 5, held_of_full = 4;
 inline constexpr Kernel in_place_held("InPlaceHeld", Instance{row_threads, wide, held_in_registers},
                                       Instance{row_threads, 8, held_of_chunks}, Instance{row_threads, 8, held_of_full, none, true});

@@ -1,5 +1,6 @@
-// The launches (launch.h) of elementwise work on rows, and the kernel instances and launches of the fused loss's small passes, of column
-// sums and of copies. `vec`: elements per access.
+// Plans the launches of elementwise work on rows, which csrc/gpu executes (launch.h). Also lists the kernel instances of three kinds of
+// kernels and plans their launches: the fused loss's small passes (kernels/elementwise.h), column sums, and copies. `vec`: elements per
+// access.
 #pragma once
 #include "launch/launch.h"
 

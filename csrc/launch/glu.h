@@ -1,4 +1,4 @@
-// The kernel instances and launches of the gated activations SwiGLU and GeGLU (launch.h).
+// Lists the kernel instances of the gated activations SwiGLU and GeGLU, and plans their launches, which csrc/gpu executes (launch.h).
 #pragma once
 #include "launch/launch.h"
 

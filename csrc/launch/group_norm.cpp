@@ -14,8 +14,8 @@ int64_t part_elements(const DeviceProfile& device, const GroupNormRows& of, int 
   constexpr int64_t blocks = 8 * group_norm_part_blocks;
   return round_up(std::max<int64_t>(1, of.rows * of.cols / (device.multiprocessors * blocks)), batch(vec));
 }
-// The most parts of a row, since every block of the second kernel adds up the sums of all parts of its row. Rows of many short channels may
-// have more.
+// The most parts of a row. The number is limited because every block of the second kernel adds up the sums of all parts of its row. Rows of
+// many short channels may have more parts.
 constexpr int64_t most_parts = 1024;
 
 // least: the least number of elements of a part. most: the most parts of a span.

@@ -1,5 +1,6 @@
-// The kernel instances and launches (launch.h) of GroupNorm. A row is one group of one sample: `cols` elements, in channels of `channel`
-// elements each. A sample has `groups` rows. `vec`: elements per access; 1 where rows are not aligned to 16 bytes.
+// Lists the kernel instances of GroupNorm, and plans their launches, which csrc/gpu executes (launch.h). A row is one group of one sample:
+// `cols` elements, in channels of `channel` elements each. A sample has `groups` rows. `vec`: elements per access; 1 where rows are not
+// aligned to 16 bytes.
 #pragma once
 #include "launch/launch.h"
 
@@ -28,8 +29,8 @@ inline constexpr Kernel group_norm_backward_sums("GroupNormBackwardSums", Instan
 inline constexpr Kernel group_norm_backward_apply("GroupNormBackwardApply", Instance{independent_threads, 1},
                                                   Instance{independent_threads, wide});
 
-// How a long row is cut: into spans of `span` elements (one or several whole channels; in the forward the whole row), and each span into
-// parts of `part` elements. A block processes one part. The last span of a row and the last part of a span may be shorter.
+// The division of a long row: into spans of `span` elements (one or several whole channels; in the forward the whole row), and each span
+// into parts of `part` elements. A block processes one part. The last span of a row and the last part of a span may be shorter.
 struct RowParts {
   int64_t span = 1, part = 1;
   int64_t per_span = 1, per_row = 1;  // number of parts

@@ -1,4 +1,5 @@
-// Facts and helpers that list the losses' launches for op_plans.h (cross_entropy.cpp, trace/fused_loss_plans.cpp).
+// Helpers that list the losses' launches for op_plans.h (cross_entropy.cpp, trace/fused_loss_plans.cpp), and the facts that these lists
+// depend on. A fact (op_plans.h) is a property of a call, such as reduction "none".
 #pragma once
 #include "launch/cross_entropy.h"
 #include "launch/op_plans.h"

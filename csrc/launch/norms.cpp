@@ -12,8 +12,8 @@ namespace {
 RowTiling forward_tiling(NormForwardKind kind, int64_t cols, int vec) {
   const int max_k = norm_forward_k(vec);
   const int64_t vectors = ceil_div(cols, vec);
-  // Threads take longer to merge LayerNorm's moments than a sum. So its rows have fewer threads, with up to six vectors each, in blocks of
-  // 256 threads where these hold a row.
+  // Threads take longer to merge LayerNorm's moments than RMSNorm's sum. So LayerNorm's rows have fewer threads, with up to six vectors
+  // each, in blocks of 256 threads where these hold a row.
   if (kind.centered)
     return {.vec = vec, .max_k = max_k, .max_block = vectors <= 256 * max_k ? 256 : 512, .k = 4, .long_k = 6, .long_from = 64};
   // With two tensors, two vectors of each per thread are fastest, and eight are too many. So rows that 512 threads would hold with more
@@ -56,8 +56,8 @@ int64_t resident_blocks(const LaunchPlan& plan, const Knobs& knobs) { return set
 // The plan of rows of whole warps. Several rows share a block of up to 512 threads, or of 256 on devices without bulk copies.
 LaunchPlan norm_warps(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, bool centered, const Knobs& knobs) {
   const int64_t vectors = ceil_div(cols, vec);
-  // Two vectors per thread; three where a block then holds two rows in place of one. That is faster for LayerNorm of 5,120 and 6,144
-  // columns and for RMSNorm of 6,144, but slower for RMSNorm of 5,120 (docs/measurements.md).
+  // Two vectors per thread; three where a block then holds two rows in place of one. Three vectors are faster for LayerNorm of 5,120 and
+  // 6,144 columns and for RMSNorm of 6,144, but slower for RMSNorm of 5,120 (docs/measurements.md).
   const bool three = device.bulk_copies && 2 * device.warp * (centered ? 8 : 10) < vectors && vectors <= 3 * 256;
   const int64_t warps = ceil_div(vectors, (three ? 3 : 2) * device.warp), most_warps = std::min<int64_t>(2 * warps, 512 / device.warp);
   LaunchPlan plan;

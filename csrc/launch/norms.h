@@ -1,5 +1,5 @@
-// The kernel instances and launches (launch.h) of RMSNorm, add+RMSNorm and LayerNorm. `vec`: elements per access; 1 where rows are not
-// aligned to 16 bytes.
+// Lists the kernel instances of RMSNorm, add+RMSNorm and LayerNorm, and plans their launches, which csrc/gpu executes (launch.h). `vec`:
+// elements per access; 1 where rows are not aligned to 16 bytes.
 #pragma once
 #include "launch/launch.h"
 
@@ -78,7 +78,7 @@ struct NormBackwardLaunches {
   Launch main;   // NormBackwardRows, NormBackwardFew or NormBackwardRegisters; NormBackwardTiles if plan.path is reread
 };
 NormBackwardLaunches norm_backward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, NormBackwardKind, const Knobs* = nullptr);
-// The most partial rows that either path writes, at any alignment and with any knobs.
+// The most partial rows that the backward writes, on either path (Path in plan.h), at any alignment and with any knobs.
 int64_t norm_partial_rows(const DeviceProfile&, int64_t rows, int64_t cols, bool centered);
 
 }  // namespace liger::launch

@@ -1,5 +1,5 @@
-// The launches of whole ops, for Python. The doctor shows them, and tests check that they are legal and cover all of the work, for any GPU,
-// whether or not it is available.
+// The launches of whole ops, for Python. The doctor (python -m liger_ext doctor) shows them, and tests check that they are legal and cover
+// all of the work, for any GPU, whether or not it is available.
 #pragma once
 #include <functional>
 #include <map>

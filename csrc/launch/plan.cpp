@@ -13,7 +13,7 @@ int grid_of(int64_t blocks) {
 
 namespace {
 
-// How many clusters are resident on the device, if each multiprocessor holds `blocks` of their blocks.
+// The number of clusters that are resident on the device, if each multiprocessor holds `blocks` of their blocks.
 int resident_clusters(const DeviceProfile& device, int64_t cluster, int blocks = 1) {
   for (int i = 0; i < 4; ++i)
     if (cluster == 1 << i) return device.resident_clusters[blocks - 1][i];

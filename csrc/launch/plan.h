@@ -54,8 +54,8 @@ struct LaunchPlan {
 // a plan can have.
 void check_threads(const DeviceProfile&, const LaunchPlan&);
 
-// How plan_row spreads a row over threads. The number of threads is the smallest power of two with which no thread has more than `k`
-// vectors, but at most max_block.
+// The rule by which plan_row spreads a row over threads. The number of threads is the smallest power of two with which no thread has more
+// than `k` vectors, but at most max_block.
 struct RowTiling {
   int vec = 1;            // elements per access; 1 where alignment forbids more
   int max_k = 4;          // the most vectors that a thread's registers hold: a thread has more than `k` if the block has too few threads

@@ -1,6 +1,7 @@
-// The table of rates: operations per second (dense, with fp32 sums) and bytes per second of GPUs' data sheets. Operations are multiplied by
-// 0.875, the share that an H100 80 GB (SXM5) reached under its power limit (docs/measurements.md). No other GPU's rates were measured. The
-// CPU's rates are those of two server cores.
+// The table of rates (rates.h) of the reference GPUs: operations per second of matmuls (dense, with fp32 sums) and bytes per second of
+// memory, from the GPUs' data sheets. The operations per second are multiplied by 0.875, the part of the data sheet's number that an H100
+// 80 GB (SXM5) reached under its power limit (docs/measurements.md). No other GPU's rates were measured. The rates of a CPU are those of
+// two server cores.
 #include "launch/rates.h"
 
 #include <cstdlib>

@@ -1,4 +1,4 @@
-// The speed of a device: the constants with which the fused loss estimates its time (trace/cost.h).
+// Rates: the speeds of a device's matmuls, memory and launches, from which the fused loss estimates the time of a plan (trace/cost.h).
 #pragma once
 #include <cstdint>
 
@@ -10,7 +10,7 @@ struct Rates {
   double matmul_16 = 0, matmul_32 = 0;  // operations per second (two for a multiplication and its addition), of 16-bit and fp32 operands
   double bandwidth = 0;                 // bytes per second
   double launch = 0;                    // seconds: the fixed cost of a kernel launch
-  double fresh = 0;                     // CPU: bytes per second of memory that is new from the system. 0: no cost (torch caches a GPU's)
+  double fresh = 0;                     // CPU: bytes per second at which the system maps new memory; 0: no cost (torch caches a GPU's)
   bool measured = false;                // true: measured on this model of GPU; false: from its data sheet
 };
 

@@ -1,4 +1,4 @@
-// The kernel instances and launches of rotary embeddings (launch.h).
+// Lists the kernel instances of rotary embeddings, and plans their launches, which csrc/gpu executes (launch.h).
 #pragma once
 #include "launch/launch.h"
 

@@ -1,4 +1,4 @@
-// The kernel instances and launches of softmax (launch.h).
+// Lists the kernel instances of softmax, and plans their launches, which csrc/gpu executes (launch.h).
 #pragma once
 #include "launch/launch.h"
 

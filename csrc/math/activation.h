@@ -3,8 +3,9 @@
 // V is a float, a double or a SIMD vector of them. M is the backend's arithmetic, a struct of static functions on V:
 //   using scalar = float or double;   V exp(V);   V tanh(V);   V normal_cdf(V)   (Phi, the standard normal distribution)
 // So a GPU can choose its fast instructions, and overload resolution cannot choose another function by accident.
-// The usual formulas with 1 + tanh or 1 + erf subtract nearly equal numbers for negative x; equivalent formulas avoid this.
-// `exact` also avoids 1 - sigmoid for positive x, with a few more instructions. 16-bit results are too coarse to benefit from it.
+// The usual formulas with 1 + tanh or 1 + erf subtract nearly equal numbers for negative x; the formulas here are equivalent and avoid
+// this. With the template argument `exact` they also avoid 1 - sigmoid for positive x, with a few more instructions. 16-bit results are too
+// coarse to benefit from `exact`.
 #pragma once
 #include "math/qualifiers.h"
 

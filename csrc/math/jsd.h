@@ -1,9 +1,10 @@
 // One column's term of the generalised Jensen-Shannon divergence (kernels/jsd.h) and of its gradient, as templates that CPU vectors and GPU
-// scalars share. V and M as in math/activation.h; M provides exp(V), and log(V) for arguments from the smallest normal number to 0.8.
+// scalars share. The template arguments V and M (the backend's arithmetic) are as in math/activation.h; M provides exp(V), and log(V) for
+// arguments from the smallest normal number to 0.8.
 //
-// For nearly equal probabilities, y - log M in the definition cancels. Here log M is computed relative to the larger log-probability: with
-// t = |x - y|, and c the weight in M of the smaller probability, log M = max(x, y) + log1p(c * expm1(-t)). The second term keeps its full
-// relative precision.
+// In formulas, M is the mixture beta * P + (1 - beta) * Q of kernels/jsd.h. For nearly equal probabilities, y - log M in the definition of
+// the divergence cancels. Here log M is computed relative to the larger log-probability: with t = |x - y|, and c the weight in the mixture
+// of the smaller probability, log M = max(x, y) + log1p(c * expm1(-t)). The second term keeps its full relative precision.
 #pragma once
 #include "math/qualifiers.h"
 

@@ -1,6 +1,6 @@
-// Cross entropy as the Loss of fused_linear.h: computes losses from rows of logits, and overwrites the logits by their gradient. The rows
-// are whole, or come in chunks of the vocabulary. The head's classes may be a shard of a larger vocabulary, which then counts as one of its
-// chunks (sharded_vocabulary.cpp).
+// CrossEntropyLoss: the template argument Loss of fused_linear.h for cross entropy. It computes losses from rows of logits, and overwrites
+// the logits by their gradient. The rows are whole, or come in chunks of the vocabulary. The head's classes may be a shard of a larger
+// vocabulary; the shard then counts as one of that vocabulary's chunks (sharded_vocabulary.cpp).
 #pragma once
 #include "launch/chunks.h"
 #include "ops/head.h"
@@ -15,8 +15,8 @@ inline void copy_values(const Head& head, int64_t values, int64_t rows, const vo
 }
 
 // Tensors of log-probabilities, each for all rows and each optional: the temperatures; `mix`, the gradient of the entropy
-// (CrossEntropyBackward::mix); and `kept`, memory in which the forward saves log-sum-exps for the backward. moments: statistics include
-// moments, whichever results are requested.
+// (CrossEntropyBackward::mix); and `kept`, memory in which the forward saves log-sum-exps for the backward. moments: true if the statistics
+// include moments, even if no result that needs them is requested.
 struct Tokens {
   OptionalTensor temperature, mix, kept;
   bool moments = false;
@@ -184,7 +184,7 @@ class CrossEntropyLoss {
   const Classes shard_;
 };
 
-// The loss in a backward, whose forward has merged the statistics: it overwrites logits by their gradient. kept: the numbers of all rows
+// The loss in a backward, after a forward that merged the statistics: overwrites logits by their gradient. kept: the numbers of all rows
 // (VocabularyChunks).
 class MergedLoss : public CrossEntropyLoss {
  public:

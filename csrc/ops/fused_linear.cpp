@@ -103,7 +103,7 @@ void Backward::from_saved_gradient(const Tensor& saved, const Tensor& dx_sum) {
   if (dx_sum.numel() > 0) {
     scale(dx_sum, dx, alpha(), row_grad_);
   } else if (schedule_.dx) {
-    // Rows that are scaled afterwards stay in the matmuls' dtype: a narrower one would round them twice.
+    // Rows that are scaled afterwards stay in the matmuls' dtype until then: in a narrower dtype of dx they would be rounded twice.
     const bool apart = per_row_ && !schedule_.dx_is_term && dtype_of(dx) != head_.compute;
     const Tensor made = apart ? allocate(head_.scope, {head_.rows, head_.hidden}, head_.compute, scales_) : dx;
     into(made, [&](const MutableRows& out) { head_.input_gradient(head_.all_rows(), head_.all_classes(), gradient, out, alpha(), false); });

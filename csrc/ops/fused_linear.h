@@ -1,24 +1,27 @@
 // The fused loss: a head and its loss, without the logits of all rows in memory. One buffer holds the logits of a chunk: of some rows, or
-// of some rows and classes. A matmul computes them, the loss overwrites them by their gradient, and further matmuls compute from it the
-// gradients of x, weight and bias. Nothing waits for the host: denominators and the loss scale stay in device memory and multiply the
-// results of the matmuls, so a value that is stored in 16 bits is never scaled by 1/N.
+// of some rows and classes. A matmul computes the logits, the loss overwrites them by their gradient, and further matmuls compute from this
+// gradient the gradients of x, weight and bias. Nothing waits for the host: the loss's factor `scale` (1/N for the mean of N rows) and the
+// upstream gradient (a loss scale) stay in device memory and multiply the results of the matmuls, so a value that is stored in 16 bits is
+// never scaled by 1/N.
 //
 // The loss reads the logits of whole rows once. If the buffer is too small for 128 whole rows, the vocabulary is cut into chunks. A first
 // round of matmuls yields the statistics of each vocabulary chunk. After their merge, a second round yields the gradient.
 //
 // The caller selects the strategy for the gradients (launch/chunks.h):
-//   deferred     The forward saves the gradient of all logits, and the backward runs the matmuls, with alpha = grad_output * scale. No
-//                fp32 copy of dweight exists, and per-row losses cost nothing extra.
+//   deferred     The forward saves the gradient of all logits, and the backward runs the matmuls, whose results it multiplies by
+//                grad_output * scale. No fp32 copy of dweight exists, and reduction "none" costs nothing extra.
 //   overlaid     As deferred, but the gradient of the logits is saved in chunks of the vocabulary, in the memory that becomes dweight and
-//                in a further tensor, the rest (launch/chunks.h). dx is a sum over these chunks. The backward recomputes the gradient of
-//                classes beyond chunk_classes.
-//   accumulated  The forward sums dx, dweight and dbias without scale, and the backward scales them. The fp32 sum of a 16-bit dweight
-//                lies half in dweight's memory, half in the rest; the backward converts it in place (row_sum.h).
-//   recomputed   The backward runs the chunks again.
+//                in a further tensor, the rest (launch/chunks.h). dx is a sum over these chunks. The forward saves the gradient of the
+//                first chunk_classes classes (an argument of the op); the backward recomputes the gradient of the others.
+//   accumulated  The forward sums dx, dweight and dbias without the factor `scale`, and the backward multiplies them by it. The fp32 sum of
+//                a 16-bit dweight lies half in dweight's memory, half in a further tensor, the rest; the backward converts it in place
+//                (row_sum.h).
+//   recomputed   The forward saves no gradient. The backward computes the logits of each chunk and their gradient again.
 //
-// fused_linear_cross_entropy_backward_ writes the gradient into the forward's dweight; the op without the underscore allocates a new
-// dweight. With reduction "none", each row has its own grad_output. It never multiplies a gradient of logits, which might leave the range
-// of 16 bits. It multiplies the rows of dx after their matmul and, for dweight, the rows of x, relative to the largest grad_output.
+// fused_linear_cross_entropy_backward_ writes the gradient into the dweight that the forward returned; the op without the underscore
+// allocates a new dweight. With reduction "none", each row has its own grad_output. The backward never multiplies a gradient of logits by
+// it, because the product might leave the range of 16 bits. It multiplies the rows of dx by grad_output after their matmul. For dweight it
+// multiplies the rows of x by grad_output, relative to the largest grad_output.
 //
 // Logits may be wider than the operands of the matmuls: fp32 logits of 16-bit operands. Then, with every strategy, they exist for a chunk
 // of rows at a time, and the gradient of each chunk is rounded into the memory that the strategy uses.
@@ -60,7 +63,7 @@ class ChunkBuffer {
   ChunkBuffer(const Head& head, const Schedule& schedule, bool gradient, const OptionalTensor& saved = {});
 
   MutableRows logits() const { return mutable_rows(logits_); }
-  // The gradient of the logits, after the loss has overwritten them by it.
+  // The gradient of the logits. The loss must have overwritten the logits by it.
   Rows gradient(Range rows, Range classes) const;
 
  private:
@@ -108,7 +111,8 @@ RowSum weight_sum(const Head& head, const Tensor& memory, const Tensor& rest);
 class GradientSums {
  public:
   GradientSums(const Head& head, const Schedule& schedule, const Tensor& dweight);
-  // Adds the contribution of a chunk of rows, or of rows and classes. x: the chunk's; row_scale: of the rows of dbias, or none.
+  // Adds the contribution of a chunk of rows, or of rows and classes. x: the chunk's rows of x. row_scale: the factor of each row in dbias,
+  // or none.
   void add(Range rows, Range classes, const Rows& gradient, const Rows& x, const Rows& row_scale) const;
 
   Tensor dx, dweight, rest, dbias;

@@ -1,5 +1,6 @@
-// The language-model head, logits = x @ weight^T + bias, and the gradients of its inputs. These are all matmuls of the fused loss, each for
-// a range of rows and a range of classes. A faster matmul, or one of fewer rows, belongs here.
+// The language-model head, logits = x @ weight^T + bias, and the gradients of x, weight and bias. Each function is a matmul for a range of
+// rows and a range of classes (the bias: a column sum). The fused loss has no other matmuls, so a faster matmul, or a matmul of fewer rows,
+// belongs here.
 #pragma once
 #include "checks/head.h"
 #include "kernels/gemm.h"
@@ -24,7 +25,7 @@ class Head {
 
   // out: in logits_dtype.
   void logits(Range rows, Range classes, const MutableRows& out) const;
-  // The gradients of the inputs from the gradient of such logits, times *alpha (1 if null), added to the output if `accumulate`:
+  // The gradients of the inputs from the gradient of these logits, times *alpha (1 if null), added to the output if `accumulate`:
   //   dx[rows] = gradient @ weight[classes],  dweight[classes] = gradient^T @ x,  dbias[classes] = column sums of row_scale * gradient.
   void input_gradient(Range rows, Range classes, const Rows& gradient, const MutableRows& dx, const void* alpha, bool accumulate) const;
   void weight_gradient(Range classes, int64_t rows, const Rows& gradient, const Rows& x, const MutableRows& dweight, const void* alpha,

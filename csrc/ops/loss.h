@@ -29,8 +29,8 @@ inline CrossEntropyBackward backward_of(const CrossEntropyRows& of, const Tensor
           .temperature = of.temperature};
 }
 
-// The counts, with `more` elements behind them in the same tensor, and the arguments of their computation, which cross_entropy_counts or
-// the reduction runs.
+// values: the counts (CrossEntropyCounts), with `more` elements behind them in the same tensor. how: the arguments with which
+// cross_entropy_counts or the reduction computes the counts.
 struct Counts {
   Tensor values;
   CrossEntropyCounts how;

@@ -1,4 +1,5 @@
-// The results that the backwards of rms_norm, add_rms_norm, layer_norm and group_norm allocate, and the call that all but group_norm share.
+// The tensors that the backwards of rms_norm, add_rms_norm, layer_norm and group_norm return (NormGradients), and the computation that the
+// first three share (norm_gradients).
 #pragma once
 #include "kernels/norms.h"
 #include "ops/tensor.h"

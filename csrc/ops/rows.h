@@ -1,5 +1,5 @@
-// Forward and backward of the ops that map each row of one tensor to a row of its length and dtype. The backward reads dy and the saved
-// tensor.
+// Forward and backward of the ops that map each row of one tensor to a row of the same length and dtype (softmax, relu_squared). The
+// backward reads dy and the tensor that the forward saved.
 #pragma once
 #include "ops/tensor.h"
 

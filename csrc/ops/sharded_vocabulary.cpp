@@ -1,12 +1,14 @@
-// The fused loss of a vocabulary that is sharded over processes: the ops that each process runs between the collectives of
-// liger_ext/ops/_sharded_vocabulary.py. Each shard counts as a chunk of the vocabulary (kernels/cross_entropy.h).
-//   statistics   Computes the shard's statistics, of all rows. Keeps its logits if they exist at once in the matmuls' dtype and their
-//                gradient is requested.
+// The fused loss of a vocabulary that is sharded over processes: the ops that each process runs. [gather] and [sum of dx] are the
+// collectives between them, in liger_ext/ops/_sharded_vocabulary.py. Each shard counts as a chunk of the vocabulary
+// (kernels/cross_entropy.h).
+//   statistics   Computes the shard's statistics, of all rows. With keep_logits it also returns the shard's logits of all rows, which must
+//                have the matmuls' dtype.
 //   [gather]
-//   losses_      Merges all shards' statistics into losses, the same in each process. Overwrites kept logits by their gradient.
-//   backward     Computes the shard's dweight and dbias, and its term of dx: from the stored gradient, or from logits that it recomputes
-//                chunk by chunk. For a gradient of the entropy it recomputes the logits.
-//   backward_    The same, with a gradient of the entropy: mixes it into the stored gradient in place.
+//   losses_      Merges all shards' statistics into losses, the same in each process. Overwrites the logits that statistics returned by
+//                their gradient.
+//   backward     Computes the shard's dweight and dbias, and its term of dx: from the gradient that losses_ stored, or from logits that it
+//                recomputes chunk by chunk. For a gradient of the entropy it recomputes the logits.
+//   backward_    As backward, for a gradient of the entropy: overwrites the stored gradient by the gradient that includes the entropy's.
 //   [sum of dx]
 #include "checks/sharded_vocabulary.h"
 

@@ -5,7 +5,7 @@
 #include "kernels/device.h"
 #include "kernels/errors.h"
 
-// The shim declares this function for builds with a GPU's toolkit only; the GPU libraries alone call it.
+// torch's C shim declares this function only for builds with a GPU's toolkit. Only the GPU libraries call it.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
 
 namespace liger::LIGER_BACKEND {

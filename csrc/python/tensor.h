@@ -1,5 +1,5 @@
-// Tensors without data (fake or meta) for csrc/checks. Reads sizes, strides, dtype and device by Python's attributes, since this module
-// does not depend on torch.
+// Tensors without data (fake or meta), as the functions of csrc/checks read them. Sizes, strides, dtype and device are read through
+// Python's attributes, since this module does not depend on torch.
 #pragma once
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

@@ -1,9 +1,10 @@
 // Estimated times of matmuls and of passes over memory, from which the fused loss chooses its plan.
 //
-// A matmul takes the time of its operations and the time of writing its result, which overlap in part. The result matters where k is small:
-// each chunk of rows reads and writes the fp32 sum of dweight. A pass over memory takes the time of its bytes. The constants were fitted to
-// 338 plans of 45 shapes on one H100 (docs/measurements.md); Rates holds the constants that differ between devices. Waves of tiles are left
-// out, because they did not improve the fit.
+// A matmul takes the time of its operations and the time of writing its result, which overlap in part. Writing the result matters where the
+// dimension k that the matmul sums is small: dweight of a chunk sums over the chunk's rows only, and each chunk reads and writes the fp32
+// sum of dweight. A pass over memory takes the time of its bytes. The constants were fitted to 338 plans of 45 shapes on one H100
+// (docs/measurements.md); Rates holds the constants that differ between devices. The formulas do not round a matmul's tiles up to whole
+// waves over the device, because that did not improve the fit.
 #pragma once
 #include <cmath>
 #include <cstdint>

@@ -1,5 +1,5 @@
-// The launches of the fused loss for op_plans.h, read from its trace. The chunks between the first and the last are equal and are listed
-// once.
+// The launches of the fused loss for op_plans.h, read from a trace of the call (fused_loss.h). The chunks between the first and the last
+// are equal and are listed once.
 #include <algorithm>
 
 #include "launch/cross_entropy.h"

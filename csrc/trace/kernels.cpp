@@ -1,4 +1,5 @@
-// The kernel functions of the backend `trace`: each records its launch, if requested, and adds an estimate of its time.
+// The functions of csrc/kernels for the backend `trace`. They compute nothing: each adds an estimate of its time to the Recorder and, if
+// the Recorder has lists, records its launch or matmul there.
 #include "kernels/cross_entropy.h"
 #include "kernels/elementwise.h"
 #include "kernels/gemm.h"

@@ -1,7 +1,8 @@
 // Recorder: the allocations, matmuls and kernel launches of an op, recorded without running it.
 //
-// The sources of ops/ for the fused loss are compiled a third time, with tensors without data (trace/tensor.h) and kernel functions that
-// record their call (kernels.cpp). So the memory, time and launches of a plan follow from the code that executes the plan, on any machine.
+// The sources of ops/ for the fused loss are compiled for the CPU, for the GPU, and a third time for the trace: with tensors without data
+// (trace/tensor.h) and with kernel functions that record their call (kernels.cpp). So the memory, time and launches of a plan follow from
+// the code that executes the plan, on any machine.
 #pragma once
 #include <cstdint>
 #include <vector>

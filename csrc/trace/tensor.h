@@ -1,5 +1,6 @@
-// The trace's tensor for ops/tensor.h: sizes, strides, and a size of memory that a Recorder counts, without data. This header declares the
-// same names as ops/torch.h, which it replaces in the trace.
+// A tensor without data, for tracing the fused loss (fused_loss.h): the ops run on it and compute nothing, and a Recorder counts its
+// memory. It has sizes, strides and a dtype. This header declares the same names as ops/torch.h, and ops/tensor.h includes it in place of
+// ops/torch.h where the ops are compiled for the trace.
 #pragma once
 #include <array>
 #include <initializer_list>

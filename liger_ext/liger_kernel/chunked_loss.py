@@ -1,7 +1,7 @@
 """The names of ``liger_kernel.chunked_loss``: losses as classes with ``apply``, and as functions.
 
-Each takes Liger-Kernel's positional arguments, and returns the loss and a tuple of further results, as the module of
-``liger_ext.losses`` that it calls.
+Each takes Liger-Kernel's positional arguments, calls a module of ``liger_ext.losses``, and returns that module's
+results: the loss and a tuple of further results.
 """
 
 from torch import Tensor

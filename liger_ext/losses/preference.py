@@ -1,7 +1,10 @@
-"""Preference losses, computed from log-probabilities of whole answers: DPO and its variants, CPO, SimPO, ORPO, KTO.
+"""Preference losses of language models, computed from log-probabilities of whole answers: DPO and its variants, CPO,
+SimPO, ORPO, KTO.
 
-Every function returns one loss for each pair (KTO: for each answer), so that a caller can weight them; ``.mean()`` is
-the papers' objective. In all formulas, s is the sigmoid.
+The log-probability of an answer is the sum over its tokens (``answer_log_probs``). A pair is a chosen and a rejected
+answer to the same prompt. Every loss function returns one loss for each pair (KTO: for each answer), so that a caller
+can weight them. The papers minimise the mean; those of CPO and ORPO add the negative log-likelihood of the chosen
+answer, which is no part of these functions. In all formulas, s is the sigmoid.
 """
 
 from __future__ import annotations
@@ -21,10 +24,10 @@ def answer_log_probs(log_probs: Tensor, mask: Tensor | None = None, *, average: 
     """Computes the log-probability of each answer: the sum over its tokens.
 
     Args:
-        log_probs: ``(answers, tokens)``, the result of :func:`liger_ext.functional.linear_log_probs`: of each token, 0
-            where the target is ignored.
-        mask: the shape of log_probs: the tokens of the sum, as bool or as weights. None: all.
-        average: divide by the sum of mask (SimPO, ORPO). The result of an answer without tokens is 0.
+        log_probs: ``(answers, tokens)``, the result of :func:`liger_ext.functional.linear_log_probs`: the
+            log-probability of each token, 0 where the target is ignored.
+        mask: the tokens to sum, in the shape of log_probs, as bool or as weights. None: all tokens.
+        average: divide the sum by the answer's sum of mask (SimPO, ORPO). The result of an answer without tokens is 0.
 
     Returns:
         ``(answers,)``, float32, or float64 for float64.
@@ -71,11 +74,12 @@ def dpo_loss(
 
     Args:
         chosen, rejected: ``(pairs,)``, log-probabilities of the answers (:func:`answer_log_probs`).
-        ref_chosen, ref_rejected: the reference model's, without gradients; None: 0.
-        beta: how far the policy may move from the reference, more than 0.
+        ref_chosen, ref_rejected: the reference model's log-probabilities of the same answers, which get no gradient.
+            None: 0.
+        beta: more than 0. A larger beta keeps the policy closer to the reference model.
         loss_type: one of these names.
         label_smoothing: the probability that a pair's labels are swapped, in [0, 0.5); more than 0 for exo_pair.
-        discopop_tau: the width of discopop's switch, more than 0.
+        discopop_tau: the range of d over which discopop changes from one of its two losses to the other, more than 0.
 
     Returns:
         ``(pairs,)``.
@@ -189,7 +193,7 @@ def orpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1) -> Tensor:
     log-probabilities must be averages over tokens (``answer_log_probs(..., average=True)``), at most 0.
 
     Returns:
-        ``(pairs,)``. It and its gradient are finite even if an average is 0, as for an answer without tokens.
+        ``(pairs,)``. The loss and its gradient are finite even if an average is 0, as for an answer without tokens.
     """
     check_positive("orpo_loss", beta=beta)
     check_shapes("orpo_loss", chosen=chosen, rejected=rejected)
@@ -226,10 +230,11 @@ def kto_loss(
     Args:
         log_probs: ``(answers,)``, log-probabilities of the answers (:func:`answer_log_probs`).
         desirable: ``(answers,)``, bool, or numbers other than 0 for desirable answers.
-        ref_log_probs: the reference model's, without gradients; None: 0.
-        kl: the estimate of the divergence from the reference, a number or one for each answer, without gradients.
-        beta: how far the policy may move from the reference, more than 0.
-        desirable_weight, undesirable_weight: the factors of desirable and other answers, more than 0.
+        ref_log_probs: the reference model's log-probabilities of the same answers, which get no gradient. None: 0.
+        kl: the estimate of the policy's divergence from the reference model: a number, or one for each answer. It gets
+            no gradient.
+        beta: more than 0. A larger beta keeps the policy closer to the reference model.
+        desirable_weight, undesirable_weight: the factors of the losses of desirable and of other answers, more than 0.
 
     Returns:
         ``(answers,)``.

@@ -1,4 +1,5 @@
-"""Functions that patch a model by its type or by its code, and an auto class that builds patched models."""
+"""Functions that patch all models of a type (`config.model_type`), or one model by the source text of its modules'
+classes, and an auto class that builds patched models."""
 
 import inspect
 import os
@@ -19,7 +20,8 @@ def supported_model_types() -> tuple[str, ...]:
 
 
 def apply_liger_kernel(model_type: str, **options: bool | str | nn.Module | None) -> PatchHandle:
-    """Patches models of one type. The options are the arguments of `apply_liger_kernel_to_<model_type>`.
+    """Patches models of one type. The options are the arguments of `apply_liger_kernel_to_<model_type>`: with `model`
+    it patches this instance, without it every model of the type that is built from now on.
 
     Warns and patches nothing if the model type is unknown. Warns once and ignores options that the type's function does
     not take.

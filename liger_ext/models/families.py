@@ -1,10 +1,11 @@
 """The functions `apply_liger_kernel_to_<model_type>`, which patch a model's modules by the code of their classes.
 
 Most families' norms, MLPs, decoder layers, heads and rotary embeddings run the same code as Llama's, which transformers
-copies from class to class. Recognition reads the text of a class's `forward`, and of the functions that this calls in
-its class or module. If the code is known, a subclass with our `forward` replaces the class; it has the same mixin as
-Llama's patch. A class with unknown code stays unpatched, and a warning names it. So a family of known code needs no
-line here. `liger_ext.models.model_types` lists the model types that have their own function, with its arguments.
+copies from class to class. Recognition reads the text of a class's `forward`, and of the functions that this `forward`
+calls in its class or module. If the code is known, a subclass with our `forward` replaces the class. The subclass
+inherits that `forward` from the same mixin as Llama's patch. A class with unknown code stays unpatched, and a warning
+names it. So a family of known code needs no line here. `liger_ext.models.model_types` lists the model types that have
+their own function, with the arguments of each function.
 """
 
 import importlib
@@ -68,9 +69,9 @@ def apply_liger_kernel_to_llama(
             has its own `"auto"`. `"low"`: also recomputes the outputs of gate and up, by a second run of their matmuls,
             and on a GPU the logits exist in chunks of a quarter of the head's gradient in fp32. `"min"`: the chunks are
             half as large, and with gradient checkpointing (transformers 4.53 on) the layers' inputs wait in pinned host
-            memory, which must be large enough. The results are the same at each level. A level takes effect with
-            `fused_add_rms_norm`; the MLP's tensors also require `swiglu`, the attention's `rope`. The argument `memory`
-            of a model's forward sets the level of the loss only.
+            memory, which must be large enough. The results are the same at each level. A level has an effect only with
+            `fused_add_rms_norm`; on the MLP's tensors only if `swiglu` is also True, on the attention's only if `rope`
+            is. The argument `memory` of a model's forward sets the level of the loss only.
 
     Returns:
         A handle. Its `.revert()` undoes the patch; as a context manager it reverts at the end.

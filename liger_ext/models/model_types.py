@@ -1,4 +1,6 @@
-"""Tables of the model types that have a function `apply_liger_kernel_to_<type>`: arguments, parts, and folders.
+"""Tables of the model types that have a function `apply_liger_kernel_to_<type>`: the function's arguments; the types of
+parts of a model (a language model in a model of images and text), which the function of the whole model patches; and
+the folders in transformers.models whose name differs from the type.
 
 `liger_ext.models.families.patch_function` builds the functions from these tables. The tables do not decide which
 modules are patched: recognition reads the code of a model's classes.

@@ -1,13 +1,14 @@
 """The fused loss's op in torch: its fake implementation, autograd formula, autocast rule and flop formulas.
 
 The op's arguments name the gradients to compute, the number of rows and classes of logits that may exist at a time, and
-the strategy for the gradients (``_C.Gradients``):
+the strategy for the gradients (``_C.Gradients``). Two matmuls compute dx and dweight from the gradient of the logits.
+That gradient contains neither the upstream gradient nor the denominator of a mean, which are applied later.
 
 * deferred: all logits exist at once (logits in float32 with 16-bit matmuls: a chunk of rows). The forward saves their
-  gradient, without loss scale and denominator, and the backward runs the two matmuls.
-* overlaid: as deferred, but the gradient of the logits is stored in the memory that becomes dweight.
-* accumulated: several chunks. The forward sums dx and dweight over chunks, without loss scale and denominator; the
-  backward scales them.
+  gradient, and the backward runs the two matmuls.
+* overlaid: as deferred, but the forward saves the gradient of the logits in the memory that becomes dweight. Classes
+  that do not fit are saved in an overflow buffer, or the backward recomputes their logits.
+* accumulated: several chunks. The forward sums dx and dweight over chunks; the backward scales the sums.
 * recomputed: several chunks and reduction "none", where each row's gradient has its own factor. The backward recomputes
   the chunks.
 

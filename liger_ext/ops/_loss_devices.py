@@ -1,4 +1,5 @@
-"""The table of devices for which the fused loss chooses plans, with the profile and the rates of each.
+"""The table of devices for which the fused loss chooses plans, with the profile of each device and its rates: flop/s of
+matmuls, bytes/s of memory and seconds of a kernel launch.
 
 A call stores the index of its device in ``DEVICES``, since torch.compile can store an integer as a constant of a graph.
 """

@@ -1,10 +1,10 @@
-"""Chooses the fused loss's plan: how its rows and classes are cut into chunks, and where the gradient of the logits is
-stored until the matmuls that use it.
+"""Chooses the fused loss's plan: how the rows and classes of its logits are cut into chunks, and where the gradient of
+the logits is stored until the matmuls that use it.
 
-``candidates`` lists plans. A trace of the op's code (csrc/trace) computes each plan's memory and estimates its time on
-the device. ``front`` drops every plan that another plan beats in both. A level of ``memory``, or a number of bytes,
-selects one of the others. A plan depends only on facts that are the same from call to call, never on the free memory,
-so that the same call gives the same bits.
+``candidates`` lists plans. csrc/trace runs the op's code with tensors without data, and so computes each plan's memory
+and estimates its time on the device ("trace"). ``front`` drops every plan that another plan beats in both. Among the
+remaining plans, a level of ``memory`` or a number of bytes selects one. A plan depends only on facts that are the same
+from call to call, never on the free memory, so that the same call gives the same bits.
 """
 
 from __future__ import annotations
@@ -101,9 +101,9 @@ def device(call: Call) -> Device:
 
 
 class Plan(NamedTuple):
-    """The strategy for the gradients (``_C.Gradients``), and the number of rows and of classes of logits that exist at
-    a time. With ``_C.Gradients.overlaid``, ``classes`` is the number of classes whose gradient is stored. Wide logits
-    exist a chunk of rows at a time with every strategy."""
+    """The strategy for the gradients (``_C.Gradients``, described in ``_fused_linear_op.py``), and the number of rows
+    and of classes of logits that exist at a time. With ``_C.Gradients.overlaid``, ``classes`` is the number of classes
+    whose gradient is stored. With wide logits (float32), ``rows`` is a chunk of the rows in every strategy."""
 
     gradients: int
     rows: int
@@ -111,8 +111,8 @@ class Plan(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A plan, its peak memory beside the arguments (results included), an estimate of its time, and whether it runs a
-    matmul twice."""
+    """A plan, its peak memory in addition to the arguments (results included), an estimate of its time, and whether it
+    runs a matmul twice."""
 
     plan: Plan
     bytes: int
@@ -159,9 +159,10 @@ def choose(call: Call, memory: str | int) -> Choice:
 
 def _at_level(found: list[Choice], level: str, call: Call) -> Choice:
     """Returns the choice of a level. ``"min"``: the least memory. The other levels take at most an eighth of a GPU's
-    memory beside the gradients, if a plan fits. ``"fast"``: the least memory within 1 % of the least time. ``"auto"``:
-    among plans that run no matmul twice, the least memory within 4 % of the least time. ``"low"``: the least memory
-    within 20 %. ``"auto"`` and ``"low"`` also use ``call.free`` bytes beside the gradients for a faster plan."""
+    memory in addition to the gradients, if a plan fits. ``"fast"``: the least memory of the plans whose time is at most
+    1 % above the least time. ``"auto"``: the same for 4 %, among plans that run no matmul twice. ``"low"``: the same
+    for 20 %, among all plans. ``"auto"`` and ``"low"`` use up to ``call.free`` bytes in addition to the gradients if a
+    plan that needs them is faster."""
     if level == "min":
         return found[0]
     profile = device(call).profile

@@ -39,8 +39,8 @@ def register(
     backward: Callable,
     autocast: Callable | None = None,
 ) -> Callable:
-    """Registers all of this for ``name`` and ``name_backward``. Returns a function that calls the op with the least
-    overhead.
+    """Registers for ``name`` and ``name_backward`` all that the file's docstring lists. Returns a function that calls
+    the op with the least overhead.
 
     ``setup_context(ctx, inputs, output)``: ``ctx.unseen`` is True if the returned function has called the op. Then
     users do not see the outputs that only the backward needs.

@@ -1,4 +1,5 @@
-"""The classes of the records: ``Record`` describes an op, ``Size`` and ``Make`` are the arguments of its functions."""
+"""The classes of the records: ``Record`` describes an op. ``Size`` and ``Make`` are the arguments of a record's
+functions, ``Roundings`` and ``Timed`` the values of its fields."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ from liger_ext.records._sizes import Tensors
 
 @dataclass(frozen=True)
 class Roundings:
-    """Counts of roundings for the bound of a result. ``steps``: successive roundings, each half an ulp of the values'
-    size. ``sums``: the number of row sums in the result."""
+    """The counts from which ``bounds.py`` derives the largest error of a result. ``steps``: the successive roundings
+    between inputs and result, each at most half an ulp of the result's scale. ``sums``: the number of sums over a row
+    in the result."""
 
     steps: float
     sums: float = 0.0
@@ -26,8 +28,9 @@ class Roundings:
 @dataclass(frozen=True)
 class Size:
     """The sizes of a call. ``rows`` and ``cols``: of x, gate or logits; for RoPE, the positions of each of ``batch``
-    sequences, and the head dimension. ``heads``: RoPE's heads of q and of k, and the rotary dimension. ``hidden``: the
-    hidden size of a head with ``cols`` classes; for GroupNorm, the elements of a channel."""
+    sequences, and the head dimension. ``heads``: RoPE's numbers of heads of q and of k, and the rotary dimension.
+    ``hidden``: for the fused loss, the hidden size of a head with ``cols`` classes; for GroupNorm, the elements of a
+    channel."""
 
     rows: int
     cols: int
@@ -65,8 +68,8 @@ def matrices(forward: int, backward: int, statistics: int = 0) -> Callable[[Size
 class Make:
     """Creates random tensors for an op's inputs, in one dtype (unless a call names another) on one device.
 
-    ``generator``: by default one on the CPU, which draws the same values for all devices. ``ignored``: one target in
-    ``ignored`` is ignored; 0: no target is, for measurements of time."""
+    ``generator``: by default one on the CPU, which draws the same values for all devices. ``ignored``: every
+    ``ignored``-th target is ``ignore_index``; 0: no target is, for measurements of time."""
 
     def __init__(
         self,
@@ -97,8 +100,8 @@ class Make:
 
 @dataclass(frozen=True)
 class Timed:
-    """A benchmark of an op with ``options``, without gradients of ``frozen`` inputs: at ``sizes`` on a GPU, at
-    ``small`` on a CPU."""
+    """A benchmark of an op, whose function is called with ``options`` and computes no gradients of ``frozen`` inputs.
+    It is timed at ``sizes`` on a GPU, and at ``small`` on a CPU."""
 
     sizes: tuple[Size, ...]
     small: tuple[Size, ...]
@@ -115,9 +118,10 @@ class Record:
     TypeError that names a missing field.
 
     The op's definition: ``reference`` is the formula (called in float64), ``baseline`` a composition of PyTorch's own
-    functions. ``scales`` returns the sizes of intermediate values by the results' names, for results that are small
-    differences of large numbers; ``bound`` uses "dx bound" in place of "dx", if there is one. ``roundings``: of each
-    result and gradient (bounds.py).
+    functions, whose error limits the op's (rule.py). ``scales`` returns the size of the intermediate values of a result
+    by the result's name, for results that are small differences of large numbers; without an entry it is the largest
+    value of the result's row. If there is an entry "dx bound", bounds.py uses it in place of "dx". ``roundings``: the
+    counts of each result and gradient (bounds.py).
     """
 
     name: str

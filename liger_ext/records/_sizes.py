@@ -1,4 +1,5 @@
-"""Helpers for the records' scales, which are the sizes of intermediate values."""
+"""Helpers that compute the records' scales: the sizes of intermediate values, to which rounding errors are
+proportional."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The record of the rotary position embedding: its formula, scales and benchmarks."""
+"""The record of the rotary position embedding: its formula, which is also the baseline, the sizes of intermediate
+values (the scales of rounding errors), and the shapes to time."""
 
 from __future__ import annotations
 

@@ -1,2 +1,2 @@
-"""Tests of the kernels for AMD GPUs on machines without one: inspection of the code objects, and execution in an
-emulator."""
+"""Tests of the kernels for AMD GPUs on machines without an AMD GPU: inspection of the compiled code objects, and their
+execution in an emulator."""

@@ -2,7 +2,7 @@
 float64 under liger_ext's rule and bound.
 
     python tests/amd/run.py                        a few cases of every op on every architecture: minutes
-    python tests/amd/run.py gfx942 gfx1100 --all   every case, in two orders of the waves; every kernel must run
+    python tests/amd/run.py gfx942 gfx1100 --all   every case, a block's waves in two orders; every kernel must run
     python tests/amd/run.py gfx942 --only "rope.*16$"   cases of one op in 16 bits
     python tests/amd/run.py --all --json amd.jsonl also writes lines for `python -m liger_ext.numerics join`
 

@@ -25,8 +25,8 @@ inline Buffer out(const char* name, const void* data, int64_t n, int64_t element
 }
 inline Buffer in(const char* name, const Vector& v, int64_t n) { return in(name, v.data, n, size_of(v.dtype)); }
 inline Buffer out(const char* name, const MutableVector& v, int64_t n) { return out(name, v.data, n, size_of(v.dtype)); }
-// A matrix. Rows without gaps are one run, since a vector may cross from one row into the next. The rows x columns of a launch are those of
-// this matrix, unless it has a single column, that is, one number per row.
+// A matrix. Rows without gaps are one run, since a vector may cross from one row into the next. A launch that touches the matrix must
+// declare the matrix's rows x columns. A matrix of a single column (one number per row) is not compared with the launch.
 template <class AnyRows> Buffer matrix(const char* name, const AnyRows& r, int64_t rows, int64_t cols, Content content) {
   const int64_t bytes = size_of(r.dtype), row = r.stride * bytes, each = cols > 1;
   if (r.stride == cols) return {name, r.data, rows * cols * bytes, content, {}, bytes, row, each};

@@ -3,7 +3,7 @@
 // is checked and no kernel is written differently. The checks find, for each two bytes of memory:
 //   races                two threads of a block access the same shared or global memory without a barrier between them, and one of them
 //                        writes; also within a warp, where a warp barrier orders accesses, but a shuffle does not. Or two blocks of a
-//                        launch do so (global memory)
+//                        launch access the same global memory, and one of them writes
 //   uninitialised reads  of shared memory, and of buffers that an op has allocated and not written
 //   out of bounds        shared memory beyond the size in the launch; global memory outside of the op's buffers, including gaps between
 //                        rows; stores to an input
@@ -36,7 +36,7 @@ struct Buffer {
   Dimension dimensions[3] = {};
   int64_t element = 1;  // bytes
   int64_t row = 0;  // bytes from a row to the next, for messages; 0: no rows
-  int64_t each = 0;  // elements of it per element of the rows x columns of a launch that touches it; 0: not compared
+  int64_t each = 0;  // elements of the buffer per element of a launch's rows x columns; 0: not compared
   std::function<bool(int64_t offset)> optional = nullptr;  // returns whether these bytes may stay untouched; null: none may
 
   bool empty() const;

@@ -1,7 +1,7 @@
 // Runs kernels on the CPU as a GPU would: block after block, or cluster after cluster, with threads as fibres in lockstep warps. A thread
-// runs alone until its next collective (shuffle, barrier, wait) or its end; there the whole warp, or block, must arrive at the same one.
-// Behaviour that a GPU leaves undefined is an error here, and the message names kernel, block and thread:
-//   divergence      threads of a warp at different collectives, of a block at different barriers, or returned before one
+// runs alone until its next collective (shuffle, barrier, wait) or its end; there all threads of the warp, or of the block, must arrive at
+// the same collective. Behaviour that a GPU leaves undefined is an error here, and the message names kernel, block and thread:
+//   divergence      threads of a warp at different collectives; threads of a block at different barriers, or returned before a barrier
 //   deadlocks       waits that never end
 //   shuffles        a partner outside the warp
 //   launches        more threads than the kernel was compiled for, part of a warp, more shared memory than the device has

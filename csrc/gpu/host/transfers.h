@@ -1,12 +1,13 @@
-// Checks of transfers to shared memory that run beside the threads: messages between the blocks of a cluster and bulk copies, both counted
-// by mbarriers, and asynchronous copies, for which their thread waits. The checks find, beside the list in memory.h:
+// Checks of transfers to shared memory that proceed while threads run: messages between the blocks of a cluster and bulk copies, both
+// counted by mbarriers, and asynchronous copies, for which the thread that started them waits. The checks find, beside the list in
+// memory.h:
 //   unready          a load, or a store, of bytes that are still on their way, or whose arrival the warp has not waited for
 //   overwritten      a transfer to bytes that threads load in no order with it; a bulk copy without a fence behind the loads
 //   mbarriers        not initialised, or used in no order with the initialisation; announced twice; more bytes than announced
 //   ends             a block that ends with data on its way to it; a message to a block that has ended
 // The scheduler (simt.cpp) finds waits that never end.
 //
-// All data of a phase arrives at once, when the phase is complete. Whether a thread uses it too early does not show in the data, but in the
+// All data of a phase arrives at once, when the phase is complete. The checks find a use that comes too early not from the data, but from a
 // record of which warp has waited for which phase. Messages also order memory accesses between blocks: each warp has a clock with a number
 // for each other warp (a vector clock).
 #pragma once

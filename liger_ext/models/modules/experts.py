@@ -1,4 +1,5 @@
-"""Mixins for experts whose weights are stored in one tensor: the gated activation between their two matmuls."""
+"""Mixins for mixture-of-experts modules whose experts' weights are stored in one tensor. Our op replaces the gated
+activation between the two matmuls of the experts."""
 
 import math
 

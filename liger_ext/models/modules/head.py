@@ -65,7 +65,8 @@ def head_device(head: nn.Module) -> torch.device | None:
 
 
 def _path(head: nn.Module) -> list[nn.Module]:
-    """Returns `head`, the module to which it passes its arguments if it is a wrapper, and so on."""
+    """Returns the chain of modules that starts with `head`: a wrapper is followed by the module to which it passes its
+    arguments."""
     if is_fsdp1(head):
         return [head, *_path(head.module)]
     if _has_copies(head):

@@ -1,4 +1,5 @@
-"""Mixins for decoder layers that differ from Llama's: by norms after a module, factors, or recurrent modules."""
+"""Mixins for decoder layers that differ from Llama's: the results of the attention and of the MLP pass through a norm
+or dropout, or have a factor; or a recurrent module runs beside the attention, or in its place."""
 
 import ast
 

@@ -1,4 +1,6 @@
-"""Mixins for feed-forward layers: the module's activation selects the op that computes the last projection's input."""
+"""Mixins for feed-forward layers. Most have a gate: `down(act(gate(x)) * up(x))`. One of our ops computes the input of
+the last projection, `down`; the class of the module's activation selects the op. With an activation that has no op, the
+module runs transformers' code."""
 
 import math
 import types
@@ -165,7 +167,8 @@ class VectorScaledMLP(MLP):
 
 
 class Clamps:
-    """Clamps gate and up before the gated activation, by torch's own op. The attributes hold names of the module's."""
+    """Clamps gate and up before the gated activation, by torch's own op. The attributes in capitals hold names of the
+    module's attributes."""
 
     LIMIT = "limit"  # bounds the gate from above, and up from both sides
     ALPHA: str | None = None  # if set, the gate's SiLU is x * sigmoid(alpha * x), and up is shifted by 1

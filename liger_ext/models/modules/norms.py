@@ -105,7 +105,7 @@ class MuseSparkRMSNorm(ZeroCenteredRMSNorm):
 
 
 class ScaledInputRMSNorm(Norm):
-    """Muse Spark's, where the input gets the factor 1 + weight, and is rounded, before it is normalised."""
+    """Muse Spark's other norm: multiplies the input by 1 + weight and rounds the product before it normalises it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not (_fits_fp32(self.weight) and has_known_methods(self)):

@@ -1,11 +1,12 @@
 """Inserts a patch among the ancestors of a class, and removes it again.
 
-PyTorch derives classes from a module's class at run time: FSDP2's `fully_shard` puts `FSDP<Name>` on top of it,
-`torch.nn.utils.parametrize` a `Parametrized<Name>`, which it removes later. No source file contains these classes, so a
-copy with another ancestor is as good as the original: a patch is inserted below them, as if it had been there first,
-and can be removed. A class from a source file is never copied, because `super()` in its methods refers to the class
-itself, and because its author would not recognise the copy. A patch goes on top of such a class. A patch below it
-cannot be removed.
+PyTorch derives classes from a module's class at run time: FSDP2's `fully_shard` derives `FSDP<Name>`, and
+`torch.nn.utils.parametrize` derives `Parametrized<Name>`, which it removes later. No source file contains these
+classes, so a copy with another ancestor is as good as the original. A patch becomes such an ancestor ("below" the
+class), as if it had been there first, and can be removed. A class from a source file is never copied, because `super()`
+in its methods refers to the class itself, and because its author would not recognise the copy. A patch of such a class
+is derived from it ("on top"). If other code derives a class from the patch, the patch is below a class from a source
+file and cannot be removed.
 """
 
 import functools

@@ -1,4 +1,6 @@
-"""Analyses functions of other libraries (module, source, wrappers, callees) and copies them with other callees."""
+"""Analyses functions of other libraries, above all `forward` methods: their module, source, wrappers and the functions
+that they call. Also copies a function so that names in it refer to other functions, or a wrapper so that it calls
+another function. The originals stay unchanged."""
 
 import ast
 import functools

@@ -1,4 +1,4 @@
-"""Reports which code of the installed transformers is known, and drafts table entries for the rest.
+"""Reports which code of the installed transformers is known, and drafts entries of the table `known.json` for the rest.
 
 `python -m liger_ext.models.recognise` prints the report. docs/adding_a_model.md shows how to use it for a new model.
 """

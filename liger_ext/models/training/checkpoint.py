@@ -1,7 +1,8 @@
 """Counts the runs of a decoder layer inside a checkpoint.
 
 torch.utils.checkpoint runs a function once without saving tensors, and a second time to compute the tensors that the
-backward needs. The result of the second run is only differentiated, never read, so its last matmuls need not run.
+backward needs. The result of the second run is only differentiated, never read, so in that run the layer leaves out the
+matmuls that only compute the result.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def counting_runs(
 
 
 def checkpoint_run(layer: nn.Module) -> int:
-    """Returns the number of the current run, 1, 2, ...: 0 outside a checkpoint of exactly this layer, and in graphs of
-    torch.compile, which are the same in each run."""
+    """Returns the number of the current run, 1, 2, ... Returns 0 outside a checkpoint of exactly this layer, and in a
+    graph of torch.compile, because every run executes the same graph."""
     region = None if torch.compiler.is_compiling() else _current.get()
     return region.runs if region is not None and region.layer is layer else 0
