@@ -9,38 +9,38 @@ from llama_models import batch_of
 from transformers import CONFIG_MAPPING
 
 HEAD = """\
-| `model_type` | norms | sum and norm | rope | unit | halves as nodes | loss | left as it is | Liger-Kernel |
+| `model_type` | norms | sum and norm | rope | activation | halves as nodes | loss | not fused | Liger-Kernel |
 |---|---|---|---|---|---|---|---|---|"""
 
-# Why classes of a family stay unpatched.
+# The column "not fused": the code that stays transformers' and the reason.
 LEFT = {
     "apertus": "MLP: xIELU, an activation with parameters",
     "bailing_hybrid": "linear attention: no rotary embedding",
-    "cohere2": "layer: attention and MLP read one norm",
-    "exaone4": "layer: what is added is normalised, not the sum",
-    "gpt_oss": "experts: the clamps",
+    "cohere2": "layer: attention and MLP read the same norm",
+    "exaone4": "layer: each norm comes before the addition, not after it",
+    "gpt_oss": "experts: the clamps of gate and up",
     "jamba": "attention: no rotary embedding",
-    "jetmoe": "the gate of the experts",
+    "jetmoe": "experts: the gated activation",
     "kimi_linear": "attention: no rotary embedding",
-    "nemotron": "layer: its norms are no RMSNorms",
-    "olmo2": "layer: what is added is normalised, not the sum",
-    "olmo3": "layer: what is added is normalised, not the sum",
-    "olmo_hybrid": "layers of attention: what is added is normalised, not the sum",
+    "nemotron": "layer: its norms are not RMSNorms",
+    "olmo2": "layer: each norm comes before the addition, not after it",
+    "olmo3": "layer: each norm comes before the addition, not after it",
+    "olmo_hybrid": "layers with attention: each norm comes before the addition, not after it",
 }
-# Which of (norms, rope, unit, loss) Liger-Kernel's functions patch by default.
+# Which of (norms, rope, activation, loss) Liger-Kernel's functions patch by default.
 _WHOLE = """
     gemma gemma2 gemma3_text hunyuan_v1_dense hunyuan_v1_moe llama llama4_text ministral mistral mixtral olmo2 olmo3
     phi3 qwen2 qwen3 qwen3_moe smollm3 exaone4
 """
-UPSTREAM = dict.fromkeys(_WHOLE.split(), "norms, rope, unit, loss") | {
-    "falcon_h1": "norms, rope, unit, loss without its factor",
-    "gemma4_text": "norms, unit, loss",
-    "glm4": "norms, unit, loss",
+UPSTREAM = dict.fromkeys(_WHOLE.split(), "norms, rope, activation, loss") | {
+    "falcon_h1": "norms, rope, activation, loss without its factor",
+    "gemma4_text": "norms, activation, loss",
+    "glm4": "norms, activation, loss",
     "gpt_oss": "norms, rope, loss",
-    "granite": "norms, rope, unit, loss from logits",
-    "nemotron": "unit, loss",
-    "qwen3_5_text": "norms, unit, loss",
-    "qwen3_next": "norms, unit, loss",
+    "granite": "norms, rope, activation, loss from logits",
+    "nemotron": "activation, loss",
+    "qwen3_5_text": "norms, activation, loss",
+    "qwen3_next": "norms, activation, loss",
 }
 COLUMNS = [
     ("rms_norm", "layer_norm"),

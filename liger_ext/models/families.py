@@ -66,12 +66,12 @@ def apply_liger_kernel_to_llama(
         memory: the level of memory, which decides the tensors that a training step saves for its backward. None: an
             already patched model keeps its level, others get `"auto"`. `"fast"`: saves the tensors that transformers'
             modules save. `"auto"`: recomputes the norms' outputs and silu(gate) * up, which cost little; the fused loss
-            has its own `"auto"`. `"low"`: also recomputes the outputs of gate and up, by a second run of their matmuls,
-            and on a GPU the logits exist in chunks of a quarter of the head's gradient in fp32. `"min"`: the chunks are
-            half as large, and with gradient checkpointing (transformers 4.53 on) the layers' inputs wait in pinned host
-            memory, which must be large enough. The results are the same at each level. A level has an effect only with
-            `fused_add_rms_norm`; on the MLP's tensors only if `swiglu` is also True, on the attention's only if `rope`
-            is. The argument `memory` of a model's forward sets the level of the loss only.
+            uses the same level (`fused_linear_cross_entropy`). `"low"`: also recomputes the outputs of gate and up, by
+            a second run of their matmuls. `"min"`: as `"low"`, and with gradient checkpointing (transformers 4.53 on)
+            the layers' inputs wait in pinned host memory, which must be large enough. The results are the same at each
+            level. A level changes the layers only with `fused_add_rms_norm`: the MLP's saved tensors if `swiglu` is
+            also True, the attention's if `rope` is. The argument `memory` of a model's forward sets the level of the
+            loss only.
 
     Returns:
         A handle. Its `.revert()` undoes the patch; as a context manager it reverts at the end.
