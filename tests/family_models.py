@@ -259,7 +259,7 @@ def patched(model, **options):
 def patch_named(owner):
     """Returns a class unchanged, and for the name of a class of transformers ("gemma2.Gemma2DecoderLayer") its
     patch."""
-    return patches.patch_of(find_class(owner)) if isinstance(owner, str) else owner
+    return patches.find_patch(find_class(owner)) if isinstance(owner, str) else owner
 
 
 @pytest.fixture

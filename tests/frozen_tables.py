@@ -26,11 +26,11 @@ def seen() -> dict[str, dict[str, list[str]]]:
     from transformers.models.llama import modeling_llama
 
     from liger_ext.models.recognise.known import ropes_in
-    from liger_ext.models.recognise.reading import form_of_head, form_of_layer
+    from liger_ext.models.recognise.reading import build_head_form, build_layer_form
     from liger_ext.models.recognise.report import look
 
-    of_llama = {"head": form_of_head(modeling_llama.LlamaForCausalLM)}
-    of_llama["layer"] = form_of_layer(modeling_llama.LlamaDecoderLayer)
+    of_llama = {"head": build_head_form(modeling_llama.LlamaForCausalLM)}
+    of_llama["layer"] = build_layer_form(modeling_llama.LlamaDecoderLayer)
     found = {part: {} for part in PARTS}
     for each in look():
         if each.ropes:

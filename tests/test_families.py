@@ -41,9 +41,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 import liger_ext
 import liger_ext.functional as LF
 from liger_ext.models import families
-from liger_ext.models.model_types import FUNCTION_OF
+from liger_ext.models.model_types import FUNCTION_TYPES
 from liger_ext.models.modules import causal_lm, decoder, experts, layers, mlp, norms
-from liger_ext.models.patching.forwards import text_of
+from liger_ext.models.patching.forwards import source_text
 from liger_ext.models.patching.source import definition_in
 from liger_ext.models.recognise import normal_form
 
@@ -227,26 +227,36 @@ WRONG = {
     "gated norm": ("qwen3_next", norms.GatedRMSNorm, "liger_arguments", lambda m: (m.weight, 0.1, 0.0, "llama")),
     "norm's mean": ("cohere2", norms.UnbiasedLayerNorm, "_normalise", staticmethod(_without_mean)),
     "layer norm's offset": ("nemotron", norms.LayerNorm1P, "OFFSET", 0),
-    "activation": ("gemma", mlp.MLP, "UNITS", dict.fromkeys(mlp.MLP.UNITS, (LF.swiglu, 1.0, 1.0))),
-    "halves": ("phi3", mlp.PackedMLP, "UNITS", dict.fromkeys(mlp.PackedMLP.UNITS, (LF.geglu_packed, "tanh"))),
-    "square": ("nemotron", mlp.UngatedMLP, "UNITS", dict.fromkeys(mlp.UngatedMLP.UNITS, (torch.relu,))),
-    "gate's factor": ("falcon_h1", mlp.ScaledMLP, "unit_of", mlp.MLP.unit_of),
+    "activation": ("gemma", mlp.MLP, "ACTIVATION_OPS", dict.fromkeys(mlp.MLP.ACTIVATION_OPS, (LF.swiglu, 1.0, 1.0))),
+    "halves": (
+        "phi3",
+        mlp.PackedMLP,
+        "ACTIVATION_OPS",
+        dict.fromkeys(mlp.PackedMLP.ACTIVATION_OPS, (LF.geglu_packed, "tanh")),
+    ),
+    "square": (
+        "nemotron",
+        mlp.UngatedMLP,
+        "ACTIVATION_OPS",
+        dict.fromkeys(mlp.UngatedMLP.ACTIVATION_OPS, (torch.relu,)),
+    ),
+    "gate's factor": ("falcon_h1", mlp.ScaledMLP, "activation_op", mlp.MLP.activation_op),
     "result's factor": ("falcon_h1", mlp.ScaledMLP, "_run", mlp.MLP._run),
     "MLP's dropout": ("seed_oss", mlp.DropoutMLP, "_run", lambda self, x: 0.9 * mlp.MLP._run(self, x)),
     "experts": ("qwen2_moe", experts.Experts, "_apply_gate", _without_up),
     "softcap": ("gemma2", causal_lm.CausalLM, "liger_logits", lambda self: (1.0, None)),
     "divisor": ("granite", causal_lm.CausalLM, "liger_logits", lambda self: (3.0, None)),
     "aux loss": ("mixtral", causal_lm.MoeCausalLM, "_results", lambda self, results, _: results),
-    "layer's factor": ("granite", layers.ScaledLayer, "_of_mlp", decoder.DecoderLayer._of_mlp),
+    "layer's factor": ("granite", layers.ScaledLayer, "_mlp_summand", decoder.DecoderLayer._mlp_summand),
     "layer's norms": ("gemma2", "gemma2.Gemma2DecoderLayer", "NORM", "post_attention_layernorm"),
-    "layer's dropout": ("phi3", layers.SandwichLayer, "_of_attention", lambda self, x: 0.9 * x),
+    "layer's dropout": ("phi3", layers.SandwichLayer, "_attention_summand", lambda self, x: 0.9 * x),
     "layer's own inputs": ("gemma4_text", layers.Gemma4Layer, "_results", lambda self, x, *_: x * self.layer_scalar),
-    "layer's MLP": ("llama4_text", decoder.DecoderLayer, "_of_mlp", lambda self, x, residual: residual),
+    "layer's MLP": ("llama4_text", decoder.DecoderLayer, "_mlp_summand", lambda self, x, residual: residual),
     "recurrent layer": ("falcon_h1", layers.FalconH1Layer, "_attend", decoder.DecoderLayer._attend),
     "linear attention": ("qwen3_5_text", layers.HybridLayer, "_attend", _half_of_linear_attention),
     "activation by its name": ("llama4_text", mlp.MLP, "_run_down", lambda self, gate, up: self.down_proj(up)),
     "softcap of Gemma 4": ("gemma4_text", causal_lm.CausalLM, "liger_logits", lambda self: (1.0, None)),
-    "result's norm": ("glm4", layers.SandwichLayer, "_of_attention", decoder.DecoderLayer._of_attention),
+    "result's norm": ("glm4", layers.SandwichLayer, "_attention_summand", decoder.DecoderLayer._attention_summand),
     "factor": ("cohere2", causal_lm.CausalLM, "liger_logits", lambda self: (1.0, None)),
     "model's factor": ("falcon_h1", causal_lm.CausalLM, "liger_logits", lambda self: (1.0, None)),
 }
@@ -296,9 +306,9 @@ def test_saved_and_copied(family, tmp_path):
     torch.testing.assert_close(stock(**batch).loss, model(**batch).loss)
 
 
-@pytest.mark.parametrize("family", [family for family in PRESENT if family in FUNCTION_OF])
+@pytest.mark.parametrize("family", [family for family in PRESENT if family in FUNCTION_TYPES])
 def test_models_that_are_built_later(family):
-    apply = getattr(liger_ext, f"apply_liger_kernel_to_{FUNCTION_OF[family]}")
+    apply = getattr(liger_ext, f"apply_liger_kernel_to_{FUNCTION_TYPES[family]}")
     stock = build(family)
     with apply():
         model = build(family)
@@ -371,10 +381,10 @@ def test_heads_that_differ_a_little(old, new):
     """The normal form of a head changes if its loss receives fewer or other arguments."""
 
     def form(source):
-        found = normal_form.of_head(definition_in(source))
-        return None if found is None else normal_form.written(found)
+        found = normal_form.reduce_head(definition_in(source))
+        return None if found is None else normal_form.dump_tree(found)
 
-    source = text_of(transformers.LlamaForCausalLM.forward)
+    source = source_text(transformers.LlamaForCausalLM.forward)
     calls = source.replace("**kwargs)\n    return", "**kwargs)\n\n    return")
     assert old in calls
     assert form(calls) is not None and form(calls.replace(old, new)) != form(calls)

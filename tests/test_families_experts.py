@@ -140,10 +140,10 @@ def test_other_gates(device, family, implementation, dtype):
 @pytest.mark.parametrize(
     "family, cls, attribute, value",
     [
-        ("gpt_oss", experts.GptOssExperts, "unit_of", classmethod(lambda *_: (swiglu, 1.0, 1.0))),
+        ("gpt_oss", experts.GptOssExperts, "activation_op", classmethod(lambda *_: (swiglu, 1.0, 1.0))),
         ("gpt_oss", experts.GptOssExperts, "_clamped", lambda self, gate, up: (gate, up + 1)),
         ("gpt_oss", experts.GptOssExperts, "_halves", experts.ClampedExperts.__dict__["_halves"]),
-        ("llama4_text", experts.BatchedExperts, "unit_of", classmethod(lambda *_: (geglu_packed, "tanh"))),
+        ("llama4_text", experts.BatchedExperts, "activation_op", classmethod(lambda *_: (geglu_packed, "tanh"))),
     ],
 )
 def test_a_wrong_entry_would_be_found(monkeypatch, family, cls, attribute, value):
@@ -181,7 +181,7 @@ def test_gates_of_classes(device, name, implementation, dtype):
     """The gates of these classes call the op in every implementation, the loop over experts included."""
     stock = gate_of(name, implementation, dtype, device)
     ours, exact = copy.deepcopy(stock), copy.deepcopy(stock).double()
-    ours.__class__ = patches.patch_of(type(stock))
+    ours.__class__ = patches.find_patch(type(stock))
     exact.config = copy.copy(stock.config) if hasattr(stock, "config") else None
     if exact.config is not None:
         exact.config._experts_implementation = "eager"  # the other implementations reject float64
@@ -207,7 +207,7 @@ def test_gates_with_another_activation(device):
         else:
             stock.act_fn = nn.Tanh()
         ours = copy.deepcopy(stock)
-        ours.__class__ = patches.patch_of(type(stock))
+        ours.__class__ = patches.find_patch(type(stock))
         with RecordCalls() as record:
             found = run(ours, x, index, weights.to(device))
         assert not record.names
@@ -221,21 +221,26 @@ _UNIT = classmethod(lambda *_: (swiglu, 1.1, 1))
 @pytest.mark.parametrize(
     "name, cls, attribute, value",
     [
-        ("beam.BeamExperts", experts.Experts, "unit_of", classmethod(lambda *_: (geglu_packed, "tanh"))),
-        ("deepseek_v4.DeepseekV4Experts", experts.ClampedExperts, "unit_of", _UNIT),
+        ("beam.BeamExperts", experts.Experts, "activation_op", classmethod(lambda *_: (geglu_packed, "tanh"))),
+        ("deepseek_v4.DeepseekV4Experts", experts.ClampedExperts, "activation_op", _UNIT),
         ("deepseek_v4.DeepseekV4Experts", experts.ClampedExperts, "_clamped", lambda self, *halves: halves),
-        ("glm5_next.Glm5NextTextExperts", experts.SiluExperts, "unit_of", _UNIT),
+        ("glm5_next.Glm5NextTextExperts", experts.SiluExperts, "activation_op", _UNIT),
         ("hy_v4.HYV4Experts", experts.SiluExperts, "_clamped", lambda self, *halves: halves),
-        ("minimax_m3_vl.MiniMaxM3VLExperts", experts.SteepExperts, "unit_of", _UNIT),
+        ("minimax_m3_vl.MiniMaxM3VLExperts", experts.SteepExperts, "activation_op", _UNIT),
         ("minimax_m3_vl.MiniMaxM3VLExperts", experts.SteepExperts, "_clamped", lambda self, *halves: halves),
-        ("openai_privacy_filter.OpenAIPrivacyFilterExperts", experts.SteepExperts, "unit_of", _UNIT),
+        ("openai_privacy_filter.OpenAIPrivacyFilterExperts", experts.SteepExperts, "activation_op", _UNIT),
         (
             "openai_privacy_filter.OpenAIPrivacyFilterExperts",
             experts.SteepExperts,
             "_halves",
             experts.GptOssExperts.__dict__["_halves"],
         ),
-        ("step3p7.Step3p7Experts", experts.Step3p7Experts, "unit_of", classmethod(lambda *_: (geglu_packed, "tanh"))),
+        (
+            "step3p7.Step3p7Experts",
+            experts.Step3p7Experts,
+            "activation_op",
+            classmethod(lambda *_: (geglu_packed, "tanh")),
+        ),
     ],
 )
 def test_a_wrong_gate_would_be_found(monkeypatch, name, cls, attribute, value):

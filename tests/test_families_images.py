@@ -201,7 +201,7 @@ def test_options_of_the_loss(device):
 @pytest.mark.parametrize("model_type", ["ernie4_5_vl_moe", "qwen3_vl_moe", "glm4v_moe", "qwen3_omni_moe_thinker"])
 def test_the_experts_balance(device, model_type):
     """The added balance loss matters: with another factor `test_text_as_stock` fails."""
-    cls = causal_lm.OmniMoeCausalLM if "omni" in model_type else causal_lm.MoeOfTextCausalLM
+    cls = causal_lm.OmniMoeCausalLM if "omni" in model_type else causal_lm.TextMoeCausalLM
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cls, "_balance", lambda self: (4, 2, 0.1))
         with pytest.raises(AssertionError):
@@ -292,7 +292,7 @@ def test_mllama_without_images(device, dtype):
     [
         ("mllama.MllamaForCausalLM", "LOGITS", None),
         (causal_lm.CausalLM, "liger_logits", lambda self: (0.5, None)),
-        (decoder.DecoderLayer, "_of_attention", lambda self, x: 0.5 * x),
+        (decoder.DecoderLayer, "_attention_summand", lambda self, x: 0.5 * x),
     ],
 )
 def test_a_wrong_entry_of_mllama_would_be_found(monkeypatch, cls, name, value):

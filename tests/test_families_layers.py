@@ -112,15 +112,15 @@ def test_llama4_runs_in_nodes(device):
 
 
 def _without_experts(self, x, residual):
-    return layers.SandwichLayer._of_mlp(self, x, residual)
+    return layers.SandwichLayer._mlp_summand(self, x, residual)
 
 
 WRONG = [
-    ("gemma4 with experts", layers.Gemma4Layer, "_of_mlp", _without_experts),
+    ("gemma4 with experts", layers.Gemma4Layer, "_mlp_summand", _without_experts),
     ("gemma4 without inputs of layers", layers.Gemma4Layer, "_results", lambda self, x, *_: x),
     ("gemma4 of another activation", "gemma4.Gemma4TextDecoderLayer", "NORM", "post_attention_layernorm"),
-    ("llama4 of experts", decoder.DecoderLayer, "_of_mlp", lambda self, x, residual: x[0].view_as(residual) * 0.9),
-    ("falcon_h1 with factors", layers.FalconH1Layer, "_of_attention", lambda self, x: 0.9 * x),
+    ("llama4 of experts", decoder.DecoderLayer, "_mlp_summand", lambda self, x, residual: x[0].view_as(residual) * 0.9),
+    ("falcon_h1 with factors", layers.FalconH1Layer, "_attention_summand", lambda self, x: 0.9 * x),
     ("afmoe", "afmoe.AfmoeDecoderLayer", "NORM", "post_attention_layernorm"),
     ("afmoe", "afmoe.AfmoeDecoderLayer", "AFTER_FEED_FORWARD", "pre_mlp_layernorm"),
     ("apertus", "apertus.ApertusDecoderLayer", "INPUT_NORM", "feedforward_layernorm"),
@@ -129,13 +129,13 @@ WRONG = [
     ("bamba", layers.BambaLayer, "_recur", lambda self, x, _: 0.9 * self.mamba(hidden_states=x)),
     ("bamba", "bamba.BambaDecoderLayer", "NORM", "input_layernorm"),
     ("glm_moe_dsa", layers.IndexedLayer, "_results", lambda self, x, *_: (0.9 * x, None)),
-    ("granitemoe", layers.ScaledLayer, "_of_mlp", decoder.DecoderLayer._of_mlp),
+    ("granitemoe", layers.ScaledLayer, "_mlp_summand", decoder.DecoderLayer._mlp_summand),
     ("granitemoe_swa", layers.GraniteMoeSharedLayer, "_feed_forward", decoder.DecoderLayer._feed_forward),
     ("granitemoeshared", layers.GraniteMoeSharedLayer, "_feed_forward", decoder.DecoderLayer._feed_forward),
     ("granitemoehybrid", layers.GraniteMoeHybridLayer, "_feed_forward", decoder.DecoderLayer._feed_forward),
-    ("granitemoehybrid", layers.GraniteMoeHybridLayer, "_of_attention", decoder.DecoderLayer._of_attention),
-    ("hyperclovax", layers.HyperCLOVAXLayer, "_of_attention", layers.ScaledLayer._of_attention),
-    ("hyperclovax", layers.HyperCLOVAXLayer, "_of_mlp", layers.ScaledLayer._of_mlp),
+    ("granitemoehybrid", layers.GraniteMoeHybridLayer, "_attention_summand", decoder.DecoderLayer._attention_summand),
+    ("hyperclovax", layers.HyperCLOVAXLayer, "_attention_summand", layers.ScaledLayer._attention_summand),
+    ("hyperclovax", layers.HyperCLOVAXLayer, "_mlp_summand", layers.ScaledLayer._mlp_summand),
     ("jamba", "jamba.JambaAttentionDecoderLayer", "NORM", "input_layernorm"),
     ("jamba", layers.OnlyRecurrentLayer, "_recur", lambda self, x, _: 0.9 * self.mamba(hidden_states=x)),
     ("jetmoe", "jetmoe.JetMoeDecoderLayer", "INPUT_NORM", "post_attention_layernorm"),
@@ -143,7 +143,7 @@ WRONG = [
     ("lfm2", layers.Lfm2Layer, "_recur", lambda self, x, _: 0.9 * self.conv(hidden_states=x)),
     ("lfm2", "lfm2.Lfm2DecoderLayer", "INPUT_NORM", "ffn_norm"),
     ("lfm3", "lfm3.Lfm3DecoderLayer", "AFTER_FEED_FORWARD", "ffn_norm"),
-    ("minicpm3", layers.ScaledLayer, "_of_attention", decoder.DecoderLayer._of_attention),
+    ("minicpm3", layers.ScaledLayer, "_attention_summand", decoder.DecoderLayer._attention_summand),
     ("olmo_hybrid", layers.OnlyRecurrentLayer, "_recur", lambda self, x, _: 0.9 * self.linear_attn(x)),
     ("vaultgemma", "vaultgemma.VaultGemmaDecoderLayer", "NORM", "input_layernorm"),
 ]
@@ -195,7 +195,7 @@ def test_compiled(device, family):
 def test_nothing_is_said_of_layers_in_which_nothing_can_be_fused(name):
     folder, _, prefix = name.partition(".")
     cls = getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), f"{prefix}DecoderLayer")
-    assert patches.patch_of(cls) is None and patches.is_left_alone(cls)
+    assert patches.find_patch(cls) is None and patches.is_left_alone(cls)
 
 
 def test_nothing_is_said_of_what_transformers_runs_without_a_gradient():

@@ -12,7 +12,7 @@ from llama_models import distance, one_thread, rounding  # noqa: F401
 from torch import nn
 
 from liger_ext.models.modules import norms
-from liger_ext.models.patches import patch_of
+from liger_ext.models.patches import find_patch
 
 SIZE = 48
 CONFIG = SimpleNamespace(hidden_size=SIZE, eps=1e-3)
@@ -60,7 +60,7 @@ def test_equals_stock(device, name, dtypes):
     stock = made(name).to(device, torch.bfloat16 if dtypes in ("bf16", "bf16 weight") else torch.float32)
     dtype = torch.bfloat16 if dtypes in ("bf16", "fp32 weight") else torch.float32
     ours, exact = copy.deepcopy(stock), copy.deepcopy(stock).double()  # float64 except for casts to fp32 in its code
-    ours.__class__ = patch_of(type(stock))
+    ours.__class__ = find_patch(type(stock))
     for shape in ((2, 5, SIZE), (7, SIZE)):
         x = (0.1 * normal(*shape, seed=1)).to(device, dtype)  # the mean square is near eps
         with RecordCalls() as record:
@@ -75,7 +75,7 @@ def test_equals_stock(device, name, dtypes):
 def test_rounds_where_stock_does(device, name):
     stock = made(name).to(device, torch.bfloat16)
     ours = copy.deepcopy(stock)
-    ours.__class__ = patch_of(type(stock))
+    ours.__class__ = find_patch(type(stock))
     x = normal(50, SIZE, seed=1).to(device, torch.bfloat16)
     assert (ours(x) != stock(x)).float().mean() < 0.01  # differences by the order of an fp32 sum
 
@@ -112,7 +112,7 @@ def test_a_wrong_entry_would_be_found(monkeypatch, name, cls, attribute, value):
     ],
 )
 def test_another_rounding_would_be_found(monkeypatch, name, kind, instead):
-    patch = patch_of(type(made(name)))
+    patch = find_patch(type(made(name)))
     assert kind in patch.__mro__
     for attribute in ("liger_arguments", "_normalise", "CASTING"):
         value = getattr(instead, attribute)

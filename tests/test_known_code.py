@@ -148,11 +148,11 @@ def test_the_table():
     lines, entries = text.splitlines(), known.entries()
     assert len(lines) == len(entries) + 2 and len(known.by_digest()) == len(entries)
     parts = list(dict.fromkeys(entry.part for entry in entries))
-    order = [(parts.index(e.part), e.replacement is None, e.replacement or "", e.made_of, e.digest) for e in entries]
+    order = [(parts.index(e.part), e.replacement is None, e.replacement or "", e.example, e.digest) for e in entries]
     assert order == sorted(order)
     for entry in entries:
         if entry.part in ("module", "experts", "layer", "head") and entry.replacement is not None:
-            kind = patches._kind_of(entry)
+            kind = patches._replacement_class(entry)
             words = [word for word in (*entry.attributes, *entry.options) if word.isupper()]
             assert all(hasattr(kind, word) for word in words), entry
 
@@ -319,5 +319,5 @@ def test_a_loss_that_was_replaced_before_the_import(how):
 def test_defaults_of_a_heads_arguments():
     """A head may pass its model other defaults, and the patch passes the same."""
     head = find_class("idefics.IdeficsForVisionText2Text")
-    assert patches.patch_of(head).DEFAULTS == {"interpolate_pos_encoding": False}
-    assert patches.patch_of(modeling_llama.LlamaForCausalLM).DEFAULTS == {}
+    assert patches.find_patch(head).DEFAULTS == {"interpolate_pos_encoding": False}
+    assert patches.find_patch(modeling_llama.LlamaForCausalLM).DEFAULTS == {}

@@ -13,7 +13,7 @@ from llama_models import TRANSFORMERS, assert_as_good, batch_of, one_thread, ste
 
 from liger_ext.models.modules import decoder
 from liger_ext.models.modules.rope import known_rope
-from liger_ext.models.patching.forwards import written_function
+from liger_ext.models.patching.forwards import stock_function
 from liger_ext.models.recognise import known
 
 newest = pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="older transformers have other code, and fewer models")
@@ -29,7 +29,7 @@ MODELS = [name for name in _NAMES.split() if importlib.util.find_spec(f"transfor
 def known_ropes(model_type):
     """{name: (transformers' function, ours)} of a module's rotary functions that we recognise."""
     module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-    functions = {name: written_function(f) for name, f in vars(module).items() if name.startswith("apply_rotary_")}
+    functions = {name: stock_function(f) for name, f in vars(module).items() if name.startswith("apply_rotary_")}
     return {name: (f, known_rope(f)) for name, f in functions.items() if known_rope(f) is not None}
 
 

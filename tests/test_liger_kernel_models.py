@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import liger_ext
 from liger_ext import compat
-from liger_ext.models.model_types import FAMILIES, FUNCTION_OF
+from liger_ext.models.model_types import FAMILIES, FUNCTION_TYPES
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +27,9 @@ def installed():
 def test_patch_functions_have_upstreams_signatures():
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as functions
 
-    assert functions.keys() == FUNCTION_OF.keys()
+    assert functions.keys() == FUNCTION_TYPES.keys()
     for model_type, function in functions.items():
-        family = FUNCTION_OF[model_type]
+        family = FUNCTION_TYPES[model_type]
         assert function is getattr(
             importlib.import_module("liger_kernel.transformers"), f"apply_liger_kernel_to_{family}"
         )

@@ -16,7 +16,7 @@ from llama_models import (
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from liger_ext.models.training.recompute import remade
+from liger_ext.models.training.recompute import recompute_when_saved
 
 LORA = {
     "": dict(target_modules="all-linear"),
@@ -48,7 +48,7 @@ def test_a_remade_tensor_that_was_changed_is_an_error(device):
     for change in ("input", "other"):
         gate = x * 2
         h = gate.sin()
-        with remade(SimpleNamespace(liger_memory="auto"), h, torch.sin, gate):
+        with recompute_when_saved(SimpleNamespace(liger_memory="auto"), h, torch.sin, gate):
             y = h @ weight
             z = y * y
         (gate if change == "input" else y).detach().add_(1)
@@ -74,7 +74,7 @@ def test_sparse_tensors_are_kept_as_they_are(device):
     x = torch.randn(3, 4, device=device, requires_grad=True)
     few = torch.eye(4, device=device).to_sparse()
     h = x.sin()
-    with remade(SimpleNamespace(liger_memory="auto"), h, torch.sin, x):
+    with recompute_when_saved(SimpleNamespace(liger_memory="auto"), h, torch.sin, x):
         y = torch.sparse.mm(few, h.t())
     y.sum().backward()
     torch.testing.assert_close(x.grad, x.detach().cos())
@@ -88,7 +88,7 @@ def test_tensors_without_memory_are_told_apart():
             x = torch.empty(3, 4, requires_grad=True)
             weight = torch.empty(4, 50, requires_grad=True)
             h = x.sin()
-            with remade(SimpleNamespace(liger_memory="auto"), h, torch.sin, x):
+            with recompute_when_saved(SimpleNamespace(liger_memory="auto"), h, torch.sin, x):
                 y = h @ weight
             y.sum().backward()
         assert x.grad.shape == x.shape

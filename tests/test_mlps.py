@@ -13,7 +13,7 @@ from torch import nn
 
 from liger_ext.functional import swiglu
 from liger_ext.models.modules import mlp
-from liger_ext.models.patches import patch_of
+from liger_ext.models.patches import find_patch
 
 SIZES = dict(hidden_size=32, intermediate_size=48, hidden_act="silu", mlp_bias=True)
 LIMITS = dict(swiglu_limit=0.7, swiglu_alpha=1.7)  # limits that some values exceed
@@ -63,7 +63,7 @@ def made(name, device="cpu", dtype=torch.float32):
 
 def patched(stock):
     ours = copy.deepcopy(stock)
-    ours.__class__ = patch_of(type(stock))
+    ours.__class__ = find_patch(type(stock))
     return ours
 
 
@@ -153,7 +153,7 @@ def test_a_limit_behind_the_activation_stays_as_it_is(device, limit):
 @pytest.mark.parametrize("name", [n for n in CLASSES if n not in WITHOUT_ACTIVATION])
 def test_an_activation_that_is_not_known(device, name):
     stock = made(name, device)
-    setattr(stock, patch_of(type(stock)).ACTIVATION, nn.Tanh())
+    setattr(stock, find_patch(type(stock)).ACTIVATION, nn.Tanh())
     x = normal(2, 7, 32, seed=1).to(device)
     with RecordCalls() as record:
         found = patched(stock)(x)
@@ -176,7 +176,7 @@ def _wrong_down(self, h):
 
 WRONG = [
     ("bitnet.BitNetMLP", "bitnet.BitNetMLP", "BEFORE_DOWN", None),
-    ("gemma3n.Gemma3nTextMLP", mlp.MLP, "UNITS", dict.fromkeys(mlp.MLP.UNITS, (swiglu, 1, 1))),
+    ("gemma3n.Gemma3nTextMLP", mlp.MLP, "ACTIVATION_OPS", dict.fromkeys(mlp.MLP.ACTIVATION_OPS, (swiglu, 1, 1))),
     ("granitemoeshared.GraniteMoeSharedMLP", mlp.PackedMLP, "_down", _wrong_down),
     ("idefics2.Idefics2MLP", mlp.MLP, "_down", _wrong_down),
     ("inkling.InklingMLP", "inkling.InklingMLP", "FACTOR", None),
@@ -185,7 +185,7 @@ WRONG = [
     ("dory.DoryMLP", "dory.DoryMLP", "UP_VECTOR", "suv_gate"),
     ("dory.DoryMLP", "dory.DoryMLP", "VECTOR_SCALE", "hidden_size"),
     ("dory.DoryMLP", "dory.DoryMLP", "BEFORE_DOWN", None),
-    ("beam.BeamMLP", mlp.MLP, "UNITS", dict.fromkeys(mlp.MLP.UNITS, (swiglu, 1.1, 1))),
+    ("beam.BeamMLP", mlp.MLP, "ACTIVATION_OPS", dict.fromkeys(mlp.MLP.ACTIVATION_OPS, (swiglu, 1.1, 1))),
     ("deepseek_v4.DeepseekV4MLP", mlp.Clamps, "_clamped", _gate_alone),
     ("deepseek_v4.DeepseekV4MLP", mlp.Clamps, "_clamped", _up_alone),
     ("glm5_next.Glm5NextTextMLP", mlp.Clamps, "_clamped", _gate_alone),
@@ -193,8 +193,8 @@ WRONG = [
     ("glm5_next.Glm5NextVisionMLP", mlp.ClampedMLP, "_gate_and_up", mlp.MLP._gate_and_up),
     ("minimax_m3_vl.MiniMaxM3VLDenseMLP", mlp.Clamps, "_clamped", _gate_alone),
     ("minimax_m3_vl.MiniMaxM3VLDenseMLP", mlp.Clamps, "_clamped", _up_alone),
-    ("minimax_m3_vl.MiniMaxM3VLDenseMLP", mlp.Clamps, "steep_unit_of", classmethod(lambda *_: (swiglu, 1, 1))),
-    ("step3p7.Step3p7MLP", mlp.Step3p7MLP, "unit_of", classmethod(lambda *_: (swiglu, 1.1, 1))),
+    ("minimax_m3_vl.MiniMaxM3VLDenseMLP", mlp.Clamps, "steep_activation_op", classmethod(lambda *_: (swiglu, 1, 1))),
+    ("step3p7.Step3p7MLP", mlp.Step3p7MLP, "activation_op", classmethod(lambda *_: (swiglu, 1.1, 1))),
 ]
 
 

@@ -39,9 +39,10 @@ source = load("liger_ext.models.patching.source", sys.argv[3])
 form = load("liger_ext.models.recognise.normal_form", sys.argv[1])
 found = []
 for text in json.load(open(sys.argv[2])):
-    for normal in (lambda tree: tree, form.of_layer, form.of_head, lambda tree: form.numbered(tree, {}, bool)):
+    numbered = lambda tree: form.number_names(tree, {}, bool)
+    for normal in (lambda tree: tree, form.reduce_layer, form.reduce_head, numbered):
         tree = normal(source.definition_in(text))
-        found.append(None if tree is None else form.digest(form.written(tree), *map(str, source.names_read(tree))))
+        found.append(None if tree is None else form.digest(form.dump_tree(tree), *map(str, source.names_read(tree))))
 print(json.dumps(found))
 """
 
@@ -149,4 +150,4 @@ def test_a_line_at_another_place_is_another_difference():
 
 
 def written(text: str) -> str:
-    return normal_form.written(source.definition_in(text))
+    return normal_form.dump_tree(source.definition_in(text))

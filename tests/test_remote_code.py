@@ -191,7 +191,7 @@ def test_copies_and_pickles(llama, model_type, copied):
     assert [type(module) for module in found.modules()] == [type(module) for module in model.modules()]
     assert_same(step(found, batch_of("cpu")), step(model, batch_of("cpu")))
     with pytest.MonkeyPatch.context() as patch:  # unpickled by a version without this class
-        patch.setattr("liger_ext.models.patches.patch_of", lambda cls: None)
+        patch.setattr("liger_ext.models.patches.find_patch", lambda cls: None)
         assert type(pickle.loads(pickle.dumps(model))) is stock
 
 

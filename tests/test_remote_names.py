@@ -118,7 +118,7 @@ def test_any_name_of_an_argument(made, text, name):
     [
         ("self.down", "self._down"),
         ("self.gate", "self._run"),
-        ("self.act", "self.unit_of"),
+        ("self.act", "self.activation_op"),
         ("self.up", "self.UP"),
         ("        self.act =", "        self._run_down = 3\n        self.act ="),
         ("    def forward", "    FACTOR = 'scale'\n\n    def forward"),

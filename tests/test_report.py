@@ -21,8 +21,8 @@ pytestmark = pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="older transforme
 def without(monkeypatch):
     """Removes a class's entries from the table."""
 
-    def take(made_of):
-        left = tuple(entry for entry in known.entries() if entry.made_of != made_of)
+    def take(example):
+        left = tuple(entry for entry in known.entries() if entry.example != example)
         for module in (known, report):
             monkeypatch.setattr(module, "entries", lambda: left)
         monkeypatch.setattr(known, "by_digest", lambda: {(entry.part, entry.digest): entry for entry in left})

@@ -22,7 +22,7 @@ import types
 from pathlib import Path
 
 import liger_ext
-from liger_ext.models.model_types import FUNCTION_OF
+from liger_ext.models.model_types import FUNCTION_TYPES
 from liger_ext.models.patching.swap import PatchHandle
 
 NAME = "liger_kernel"
@@ -52,7 +52,7 @@ MODULES = frozenset((NAME, *(f"{parent}.{part}" for parent, parts in _PARTS.item
 
 _OF_LIGER_KERNEL = ("Liger", "liger_", "apply_")
 _PUBLIC = frozenset(name for name in liger_ext.__all__ if name.startswith((*_OF_LIGER_KERNEL, "CrossEntropyOutput")))
-_PATCHES = frozenset(f"apply_liger_kernel_to_{model_type}" for model_type in FUNCTION_OF)
+_PATCHES = frozenset(f"apply_liger_kernel_to_{model_type}" for model_type in FUNCTION_TYPES)
 _LOSSES = "CPO DPO GRPO KTO ORPO SimPO"
 _FILES = {  # the names in each file beside this one
     "chunked_loss": " ".join(

@@ -27,7 +27,7 @@ def without_autocast(function: Callable) -> Callable:
     return run
 
 
-def op_of_graphs(arguments: str) -> Callable:
+def graph_op(arguments: str) -> Callable:
     """Returns a decorator that makes a function one op, with these arguments, in a graph of torch.compile.
 
     The function then decides which tensors are saved, and in which dtype sums are computed. The compiler would save a
