@@ -18,7 +18,7 @@ import liger_ext.functional as LF
 from liger_ext import _C
 from liger_ext._loss_report import matmul_seconds
 from liger_ext._timing import Timing, failure
-from liger_ext.ops._loss_devices import device_of
+from liger_ext.ops._loss_devices import device_index
 from liger_ext.ops._loss_plan import LEVELS, Call, Choice, choose, front
 
 from . import flce, suite
@@ -115,7 +115,7 @@ def call_of(shape: Shape, dtype: torch.dtype, device: torch.device) -> Call:
     """The call by which the op chooses its plan."""
     stored, compute = (torch.float32, torch.bfloat16) if shape.autocast else (dtype, dtype)
     sizes = shape.rows, shape.hidden, shape.vocab
-    return Call(*sizes, compute, stored, stored, device_of(device), per_row=shape.per_row)
+    return Call(*sizes, compute, stored, stored, device_index(device), per_row=shape.per_row)
 
 
 def points_of(call: Call) -> dict[str, tuple[str | int, Choice]]:

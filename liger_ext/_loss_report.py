@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from . import _C
-from .ops._loss_devices import device_with
+from .ops._loss_devices import profile_index
 from .ops._loss_plan import LEVELS, Call, Choice, choose, device, front
 from .tune import DTYPES
 
@@ -35,7 +35,7 @@ def run(chosen: argparse.Namespace, profile: _C.DeviceProfile | None) -> int:
         if not 1 <= size <= _MOST:
             raise ValueError(f"argument --loss: {name} is {size}, expected 1 to {_MOST:,}")
     dtype, reduction = chosen.dtype or "bf16", chosen.reduction or "mean"
-    call = Call.of(*chosen.loss, DTYPES[dtype], device_with(profile), per_row=reduction == "none")
+    call = Call.of(*chosen.loss, DTYPES[dtype], profile_index(profile), per_row=reduction == "none")
     found = {
         **dict(zip(("rows", "hidden", "vocab"), chosen.loss, strict=True)),
         "dtype": dtype,

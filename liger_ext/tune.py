@@ -26,11 +26,11 @@ from .records import RECORDS, Make, Size
 
 OPS = tuple(name for name, record in RECORDS.items() if record.kernels == name)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-WORTH = 1.03  # the least speedup over the built-in plan with which a candidate wins
+LEAST_SPEEDUP = 1.03  # the least speedup over the built-in plan with which a candidate wins
 
 # Each knob is tried at half and at twice the built-in plan's value. The number of resident blocks is no field of a
 # plan, so the values of RESIDENT are tried.
-NEAR = {"threads": "threads_per_row", "block": "block", "cluster": "cluster", "stages": "stages"}
+TRIED_KNOBS = {"threads": "threads_per_row", "block": "block", "cluster": "cluster", "stages": "stages"}
 RESIDENT = (1, 2, 3, 4)
 
 # The share of the data sheet's bandwidth that a copy far larger than the L2 reaches (docs/measurements.md). cost.h was
@@ -68,7 +68,7 @@ def candidates(
 ) -> list[tuple[dict[str, int], _C.NamedLaunch]]:
     """Returns the candidates: knobs, and the launch that results. Each differs from the built-in plan."""
     _, own = case.tunable(name, profile, dtype)
-    values = {knob: getattr(own.plan, of) for knob, of in NEAR.items()}
+    values = {knob: getattr(own.plan, of) for knob, of in TRIED_KNOBS.items()}
     tried = [{knob: value} for knob, of_own in values.items() for value in (of_own // 2, of_own * 2) if value]
     found = {_facts(own): ({}, own)}
     for knobs in [*tried, *({"resident": blocks} for blocks in RESIDENT)]:
@@ -80,7 +80,7 @@ def candidates(
 # The tuned calls ------------------------------------------------------------------------------------------------------
 
 
-def case_of(op: str, profile: _C.DeviceProfile, rows: int = 0, cols: int = 0) -> Case:
+def tuned_case(op: str, profile: _C.DeviceProfile, rows: int = 0, cols: int = 0) -> Case:
     """Returns the op's call in a training step of an 8B Llama, with other rows and columns if ``rows`` is not 0."""
     size, options = RECORDS[op].as_tuned(RECORDS[op].llama, _llama.DTYPE, profile)
     return Case(op, size.at(rows, cols) if rows else size, options)
@@ -90,7 +90,7 @@ def case_of(op: str, profile: _C.DeviceProfile, rows: int = 0, cols: int = 0) ->
 MOST_ELEMENTS = max(profile.memory_bytes for profile in _C.profiles()) // 2
 
 
-def _shapes_of(text: str) -> list[tuple[int, int]]:
+def _parse_shapes(text: str) -> list[tuple[int, int]]:
     try:
         found = [tuple(int(n) for n in shape.split("x")) for shape in text.split(",")]
         if all(len(shape) == 2 and min(shape) > 0 and math.prod(shape) <= MOST_ELEMENTS for shape in found):
@@ -178,7 +178,7 @@ def measure(
         if len(tried) > 1:
             best = min(range(1, len(tried)), key=lambda i: times[i].median)
             result.best, result.knobs = times[best], tried[best]
-            result.wins = result.best.high < result.built_in.low and result.ratio >= WORTH
+            result.wins = result.best.high < result.built_in.low and result.ratio >= LEAST_SPEEDUP
     except RuntimeError as error:  # mostly out of memory
         result.failed = _timing.failure(error)
     finally:
@@ -230,7 +230,7 @@ def add_parser(commands: Any) -> None:
         f"rates, and the plans that are faster than the built-in ones, in {_tuned.path()}. LIGER_EXT_TUNED=0 in the "
         "environment turns them off.",
     )
-    parser.add_argument("--shapes", type=_shapes_of, help="e.g. 8192x4096,2048x11008 (default: an 8B Llama's)")
+    parser.add_argument("--shapes", type=_parse_shapes, help="e.g. 8192x4096,2048x11008 (default: an 8B Llama's)")
     parser.add_argument("--ops", nargs="+", choices=OPS, default=(), metavar="OP", help=f"of {', '.join(OPS)}")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=("bf16",), help="default: bf16")
     parser.add_argument("--device", type=int, default=0, metavar="INDEX", help="which GPU (default: 0)")
@@ -262,7 +262,7 @@ def run(arguments: argparse.Namespace) -> int:
         profile = found[0].profile
     try:
         shapes = arguments.shapes or [()]
-        cases = [case_of(op, profile, *shape) for op in arguments.ops or OPS for shape in shapes]
+        cases = [tuned_case(op, profile, *shape) for op in arguments.ops or OPS for shape in shapes]
         todo = list(jobs(cases, profile, arguments.dtype))
     except ValueError as error:  # a shape is too large for any launch on this GPU
         if not arguments.shapes:

@@ -11,7 +11,7 @@ from benchmarks import __main__ as cli
 from benchmarks import flce, host, log_probs, log_probs_providers, memory, plans, rows, suite, timing
 from liger_ext import _C
 from liger_ext._timing import Timing
-from liger_ext.ops._loss_devices import device_with
+from liger_ext.ops._loss_devices import profile_index
 from liger_ext.ops._loss_plan import LEVELS, choose, costs
 
 PROVIDERS = {
@@ -186,7 +186,7 @@ def test_the_plan_that_is_predicted_is_the_one_that_runs(shape, monkeypatch):
 def test_points_of_a_shape(shape, monkeypatch):
     """The points of a shape are all levels, and numbers of bytes that select other plans."""
     assert shape.rows * shape.vocab * 2 < 17.2e9
-    monkeypatch.setattr(plans, "device_of", lambda device: device_with(_C.profile("H100")))
+    monkeypatch.setattr(plans, "device_index", lambda device: profile_index(_C.profile("H100")))
     call = plans.call_of(shape, torch.bfloat16, torch.device("meta"))
     points = plans.points_of(call)
     named = [level for name in points for level in name.split(", ") if level in LEVELS]

@@ -13,11 +13,11 @@ from test_fused_loss_memory import leaves, loss_of, overlaid
 from liger_ext import _C
 from liger_ext import functional as F
 from liger_ext.ops import _fused_loss, _loss_devices, _loss_plan
-from liger_ext.ops._loss_devices import device_with
+from liger_ext.ops._loss_devices import profile_index
 from liger_ext.ops._loss_plan import LEVELS, SMALLEST, Call, choose, front
 
-GPUS = [device_with(profile) for profile in _C.profiles()]
-CPU = _loss_devices.device_of(torch.device("cpu"))
+GPUS = [profile_index(profile) for profile in _C.profiles()]
+CPU = _loss_devices.device_index(torch.device("cpu"))
 float_dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 
 calls_of_any_size = st.builds(
@@ -97,7 +97,7 @@ def test_the_front_is_that_of_all_candidates(call):
 
 def test_the_levels_of_models():
     """The plans of the levels on an H100 at the shapes of Gemma 2 2B, GPT-OSS and Qwen 3 0.6B."""
-    h100, bf16 = device_with(_C.profile("H100")), torch.bfloat16
+    h100, bf16 = profile_index(_C.profile("H100")), torch.bfloat16
     for rows, hidden, vocab in ((8192, 2304, 256_000), (8192, 2880, 201_088), (8192, 1024, 151_936)):
         for per_row in (False, True):
             call = Call(rows, hidden, vocab, bf16, bf16, bf16, h100, per_row=per_row)
@@ -108,7 +108,7 @@ def test_the_levels_of_models():
 
 
 def test_memory_that_is_free_is_used():
-    h100, bf16 = device_with(_C.profile("H100")), torch.bfloat16
+    h100, bf16 = profile_index(_C.profile("H100")), torch.bfloat16
     call = Call(8192, 2304, 256_000, bf16, bf16, bf16, h100)
     most = choose(call._replace(free=6 << 30), "auto")
     assert most == front(call)[-1] and most.seconds < choose(call, "auto").seconds
@@ -117,7 +117,7 @@ def test_memory_that_is_free_is_used():
 
 def test_fewer_bytes_than_it_can_do_with(device):
     made = head(300, 128, 4099, device=device)
-    call = Call(300, 128, 4099, *[torch.float32] * 3, _loss_devices.device_of(device), copies=0)
+    call = Call(300, 128, 4099, *[torch.float32] * 3, _loss_devices.device_index(device), copies=0)
     least = front(call)[0].bytes
     loss_of(made, least).backward()
     with pytest.raises(
@@ -130,7 +130,7 @@ def test_a_trace_lists_what_a_plan_does():
     """The trace lists the matmuls of a plan's chunks, of which all but the first accumulate into dweight; equal chunks
     are one entry with a count."""
     bf16 = torch.bfloat16
-    h100 = device_with(_C.profile("H100"))
+    h100 = profile_index(_C.profile("H100"))
     call = Call(1000, 64, 5000, bf16, bf16, bf16, h100)
     plan = _loss_plan.in_chunks(call, 256, 5000)
     matmuls, kernels = _C.loss_trace(_loss_plan._traced(call), plan, *_loss_plan.device(call))
@@ -145,7 +145,7 @@ def test_a_trace_lists_what_a_plan_does():
 def test_the_weight_is_cast_once(per_row, plan):
     """Under autocast the matmul of dx reads the cast weight of the matmul of the logits, if the gradient of all logits
     is stored. So dx costs no more than with a weight that needs no cast."""
-    fp32, bf16, h100 = torch.float32, torch.bfloat16, device_with(_C.profile("H100"))
+    fp32, bf16, h100 = torch.float32, torch.bfloat16, profile_index(_C.profile("H100"))
     call = Call(512, 1024, 8192, bf16, bf16, fp32, h100, per_row=per_row)
     plan = plan or _loss_plan.in_chunks(call, 512, 8192)
 

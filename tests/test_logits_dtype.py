@@ -312,7 +312,7 @@ def test_bytes_in_a_graph(device, dynamic):
 def test_the_levels_of_models():
     """On an H100 only a chunk of rows exists in float32 at a time."""
     bf16 = torch.bfloat16
-    h100 = _loss_devices.device_with(_C.profile("H100"))
+    h100 = _loss_devices.profile_index(_C.profile("H100"))
     for rows, hidden, vocab in ((8192, 2304, 256_000), (8192, 1024, 151_936), (32_768, 2048, 128_256)):
         call = Call(rows, hidden, vocab, bf16, bf16, bf16, h100, per_row=True, wide_logits=True)
         for level in LEVELS:

@@ -250,7 +250,7 @@ def test_the_doctor_names_the_source_of_rates(profile, file, installed):
 def test_candidates_are_few_and_each_is_another_plan(profile):
     """test_plan_properties.py tests with any knobs that plans are legal."""
     counts = []
-    for case, name, dtype, _ in tune.jobs([tune.case_of(op, profile) for op in tune.OPS], profile, ["bf16"]):
+    for case, name, dtype, _ in tune.jobs([tune.tuned_case(op, profile) for op in tune.OPS], profile, ["bf16"]):
         made = tune.candidates(case, name, profile, tune.DTYPES[dtype])
         plans = [case.tunable(name, profile, tune.DTYPES[dtype])[1], *(launch for _, launch in made)]
         assert len({tune._facts(launch) for launch in plans}) == len(plans)
@@ -328,7 +328,7 @@ def clock(monkeypatch):
 
 @pytest.mark.parametrize("op", tune.OPS)
 def test_the_fastest_plan_wins(op, clock):
-    case = tune.case_of(op, H200, 24, 64)
+    case = tune.tuned_case(op, H200, 24, 64)
     for job in tune.jobs([case], H200, ["bf16"]):
         tried = [knobs for knobs, _ in tune.candidates(case, job[1], H200, torch.bfloat16)]
         fastest, clock.captured = _C.Knobs(**tried[-1]) if tried else None, []

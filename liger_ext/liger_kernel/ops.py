@@ -35,7 +35,7 @@ class LigerCrossEntropyFunction:
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Calls :func:`liger_ext.functional.cross_entropy`. Returns loss, z_loss, token_accuracy and predicted_tokens;
         a result without its option is None."""
-        return _four(
+        return _four_results(
             functional.cross_entropy(
                 _input, target, weight, ignore_index, reduction, label_smoothing, lse_square_scale, softcap,
                 return_z_loss, return_token_accuracy, return_predicted_tokens,
@@ -67,7 +67,7 @@ class LigerFusedLinearCrossEntropyFunction:
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Calls :func:`liger_ext.functional.fused_linear_cross_entropy`. Returns loss, z_loss, token_accuracy and
         predicted_tokens; a result without its option is None."""
-        return _four(
+        return _four_results(
             functional.fused_linear_cross_entropy(
                 _input, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction,
                 softcap, return_z_loss, accum_dtype, use_token_scaling, return_token_accuracy, return_predicted_tokens,
@@ -75,7 +75,9 @@ class LigerFusedLinearCrossEntropyFunction:
         )  # fmt: skip
 
 
-def _four(result: Tensor | functional.CrossEntropyOutput) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+def _four_results(
+    result: Tensor | functional.CrossEntropyOutput,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     return (result, None, None, None) if isinstance(result, Tensor) else tuple(result)
 
 

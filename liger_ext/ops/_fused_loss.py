@@ -18,13 +18,13 @@ from liger_ext.ops._checks import (
     check_integer,
     check_tensors,
     class_targets,
-    code_of,
     holds,
+    mode_code,
     require,
     shape_text,
 )
 from liger_ext.ops._fused_linear_op import LossArguments, autocast_dtype, call_op
-from liger_ext.ops._loss_devices import device_of
+from liger_ext.ops._loss_devices import device_index
 from liger_ext.ops._loss_plan import Call, Plan, plan, shard_rows
 from liger_ext.ops._sharded_vocabulary import is_dtensor, local_tensors, sharded_loss
 from liger_ext.ops.count_rows import CountedRows, for_all_rows, gather, listed_rows
@@ -114,7 +114,7 @@ def fused_loss(
             compute=dtype,
             x=x.dtype,
             weight=weight.dtype,
-            device=device_of(x.device),
+            device=device_index(x.device),
             bias=None if bias is None else bias.dtype,
             class_weight=None if ce_weight is None else ce_weight.dtype,
             sum=weight.dtype if weight.dtype == accum_dtype else None,
@@ -146,7 +146,7 @@ def fused_loss(
         normalizer=None if normalizer is None else _normalizer(op, normalizer, accumulator(dtype), x.device),
         temperature=None if temperature is None else temperature.to(accumulator(dtype)).contiguous(),
         ignore_index=ignore_index,
-        reduction=code_of(op, "reduction", reduction, REDUCTIONS),
+        reduction=mode_code(op, "reduction", reduction, REDUCTIONS),
         label_smoothing=label_smoothing,
         lse_square_scale=lse_square_scale,
         softcap=softcap,

@@ -7,7 +7,7 @@ import numbers
 import torch
 from torch import nn
 
-from liger_ext.ops._checks import REDUCTIONS, check_integer, code_of
+from liger_ext.ops._checks import REDUCTIONS, check_integer, mode_code
 
 _INITIAL = {"ones": 1.0, "zeros": 0.0}
 _LAST_SIZE = (
@@ -84,6 +84,6 @@ def check_loss_options(
 ) -> None:
     check_integer(module, ignore_index=ignore_index)
     check_number(module, "label_smoothing", label_smoothing, 0, 1)
-    code_of(module, "reduction", reduction, REDUCTIONS)
+    mode_code(module, "reduction", reduction, REDUCTIONS)
     if softcap is not None:
         check_number(module, "softcap", softcap, 1e-18, 1e18, "None or a number")

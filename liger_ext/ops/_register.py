@@ -73,9 +73,9 @@ def register_row_op(name: str, *, fake: Callable | None = None, keeps_output: bo
     tensors = types.count("Tensor")
     options = (None,) * (len(types) - tensors)  # their gradients
 
-    def fake_backward(dy, *kept):
-        made = tuple(t.new_empty(t.shape) for t in kept[:tensors])
-        return made if tensors > 1 else made[0]
+    def fake_backward(dy, *saved):
+        results = tuple(t.new_empty(t.shape) for t in saved[:tensors])
+        return results if tensors > 1 else results[0]
 
     def setup_context(ctx, inputs, output):
         ctx.set_materialize_grads(False)

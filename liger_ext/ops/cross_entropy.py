@@ -16,8 +16,8 @@ from liger_ext.ops._checks import (
     check_integer,
     check_tensors,
     class_targets,
-    code_of,
     holds,
+    mode_code,
     require,
     shape_text,
 )
@@ -117,7 +117,7 @@ def cross_entropy(
         target if target.dim() == 1 else target.reshape(-1),
         weight,
         ignore_index,
-        code_of("cross_entropy", "reduction", reduction, REDUCTIONS),
+        mode_code("cross_entropy", "reduction", reduction, REDUCTIONS),
         label_smoothing,
         lse_square_scale,
         softcap,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from liger_ext import _C
 from liger_ext.ops._checks import accumulator
-from liger_ext.ops._loss_devices import device_with
+from liger_ext.ops._loss_devices import profile_index
 from liger_ext.ops._loss_plan import Call, chunk_rows, plan
 from liger_ext.records._record import Make, Record, Roundings, Size
 from liger_ext.records._sizes import Tensors, stored_steps
@@ -107,7 +107,7 @@ def _inputs(make: Make, size: Size) -> dict[str, Any]:
 
 
 def _call(size: Size, dtype: torch.dtype, profile: _C.DeviceProfile) -> Call:
-    return Call.of(size.rows, size.hidden, size.cols, dtype, device_with(profile))
+    return Call.of(size.rows, size.hidden, size.cols, dtype, profile_index(profile))
 
 
 def _launch_options(

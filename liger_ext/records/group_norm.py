@@ -20,7 +20,7 @@ def _rows(t: Tensor, num_groups: int) -> Tensor:
     return t.reshape(batch, num_groups, channels // num_groups * math.prod(elements))
 
 
-def _of_channels(parameter: Tensor, x: Tensor) -> Tensor:
+def _channel_view(parameter: Tensor, x: Tensor) -> Tensor:
     return parameter.view(-1, *[1] * (x.dim() - 2)).expand_as(x)
 
 
@@ -30,8 +30,8 @@ def group_norm(
     rows = _rows(x, num_groups)
     centred = rows - rows.mean(-1, keepdim=True)
     y = (centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)).reshape(x.shape)
-    y = y if weight is None else y * _of_channels(weight, x)
-    return y if bias is None else y + _of_channels(bias, x)
+    y = y if weight is None else y * _channel_view(weight, x)
+    return y if bias is None else y + _channel_view(bias, x)
 
 
 def torch_group_norm(
@@ -40,7 +40,7 @@ def torch_group_norm(
     if x.numel() == 0:  # PyTorch's group_norm then returns no gradients of weight and bias
         return group_norm(x, num_groups, weight, bias, eps)
     if weight is None and bias is not None:  # PyTorch's group_norm returns no gradient of a bias without a weight
-        return torch_group_norm(x, num_groups, eps=eps) + _of_channels(bias, x)
+        return torch_group_norm(x, num_groups, eps=eps) + _channel_view(bias, x)
     # Not F.group_norm, which raises for a group of one element. Contiguous, since torch 2.13 crashes with channels last
     # if x requires no gradient.
     return torch.group_norm(x.contiguous(), num_groups, weight, bias, eps)
@@ -51,8 +51,8 @@ def group_norm_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tensor
     rows = _rows(x, num_groups)
     centred = rows - rows.mean(-1, keepdim=True)
     rstd = torch.rsqrt(centred.square().mean(-1, keepdim=True) + inputs.get("eps", 1e-6))
-    w = torch.ones_like(x) if weight is None else _of_channels(weight, x)
-    b = 0 if bias is None else _of_channels(bias, x).abs()
+    w = torch.ones_like(x) if weight is None else _channel_view(weight, x)
+    b = 0 if bias is None else _channel_view(bias, x).abs()
     normalised = (rstd * peak(rows)).expand_as(rows).reshape(x.shape)
     scales = {"out": normalised * w.abs() + b}
     if "out" in grads:
@@ -111,7 +111,7 @@ GROUP_NORM = Record(
         ),
     ),
     parameters=("weight", "bias"),
-    launch_options=lambda size, *of: {
+    launch_options=lambda size, *_: {
         "bias": True,
         "groups": _groups(size),
         "channel": _elements(size),

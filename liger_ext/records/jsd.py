@@ -26,11 +26,11 @@ def _log_mixture(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
     return torch.logaddexp(math.log(beta) + _finite(log_p), math.log1p(-beta) + _finite(log_q))
 
 
-def _kl(log_of: Tensor, log_to: Tensor) -> Tensor:
+def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
     """Returns ``of * log(of / to)``, and 0 where ``of`` is 0."""
-    there = log_of != -math.inf
-    log_of, log_to = torch.where(there, log_of, _FLOOR), torch.where(there, log_to, _FLOOR)
-    return torch.exp(log_of) * (log_of - log_to)
+    there = log_a != -math.inf
+    log_a, log_b = torch.where(there, log_a, _FLOOR), torch.where(there, log_b, _FLOOR)
+    return torch.exp(log_a) * (log_a - log_b)
 
 
 def _counted(log_q: Tensor, shift_labels: Tensor | None, ignore_index: int) -> Tensor:

@@ -56,7 +56,7 @@ def rms_norm_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tensors)
     return {"dx": gradient_scale(x * rstd, rstd, grads["out"], weight, offset)}
 
 
-def _of_sum(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+def _add_norm(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
     """Returns add + norm. The norm is applied to the sum after its rounding to ``stored``."""
 
     def add_norm(
@@ -74,8 +74,8 @@ def _of_sum(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]
     return add_norm
 
 
-add_rms_norm = _of_sum(rms_norm)
-torch_add_rms_norm = _of_sum(torch_rms_norm)
+add_rms_norm = _add_norm(rms_norm)
+torch_add_rms_norm = _add_norm(torch_rms_norm)
 
 
 def add_rms_norm_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tensors) -> dict[str, Tensor]:
