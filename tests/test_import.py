@@ -42,7 +42,7 @@ def test_decorators_are_torchs():
     ours, theirs = (lambda: 0), (lambda: 0)
     assert vars(_compile.assume_constant_result(ours)) == vars(torch.compiler.assume_constant_result(theirs)) != {}
     name = "_torchdynamo_disable"
-    assert getattr(_compile.outside_of_graphs(ours), name) == getattr(torch.compiler.disable(theirs), name)
+    assert getattr(_compile.disabled_in_graphs(ours), name) == getattr(torch.compiler.disable(theirs), name)
 
 
 # For each part of liger_ext.models, the other parts that it may import. The last may import none.

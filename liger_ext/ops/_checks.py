@@ -31,7 +31,7 @@ def mode_code(op: str, argument: str, value: object, codes: Mapping[object, int]
     return code
 
 
-def holds(condition: bool | torch.SymBool, guards: bool = True) -> bool:
+def condition_holds(condition: bool | torch.SymBool, guards: bool = True) -> bool:
     """Returns whether a condition on sizes holds. While a graph is traced it is False for sizes that are known at run
     time only; without ``guards``, also if the answer would add a guard to the graph."""
     if isinstance(condition, Tensor):  # torch.jit.trace replaces sizes by tensors

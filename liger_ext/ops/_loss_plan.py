@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from liger_ext import _C
-from liger_ext.ops._checks import accumulator, holds
+from liger_ext.ops._checks import accumulator, condition_holds
 from liger_ext.ops._compile import assume_constant_result
 from liger_ext.ops._loss_devices import DEVICES, Device
 
@@ -272,7 +272,7 @@ def can_overlay(call: Call) -> bool:
 def in_chunks(call: Call, rows: int, classes: int) -> Plan:
     # If a graph is compiled and the number of chunks is unknown, `at_once` is False: sums over chunks are correct for
     # any number.
-    at_once = holds(call.rows <= rows) and holds(call.vocab <= classes)
+    at_once = condition_holds(call.rows <= rows) and condition_holds(call.vocab <= classes)
     return Plan(_gradient_strategy(call.dx, call.dweight or call.dbias, at_once, call.per_row), rows, classes)
 
 
@@ -365,7 +365,7 @@ def _graph_rows(call: Call, memory: str | int) -> int:
     gathered = call.all_rows * call.hidden * 2 * call.x.itemsize
     others = call_bytes + call.rows * (row_bytes + _PER_ROW) + gathered + _ONCE
     least = others + _LEAST_ROWS * _row_bytes(call)
-    if holds(memory < least):
+    if condition_holds(memory < least):
         raise ValueError(
             f"{_OP}: memory is {memory} bytes, expected at least {least} in a graph of torch.compile, for {call.rows} "
             f"rows of {call.hidden} columns and {call.vocab} classes: gradients and temporary tensors"
