@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from matplotlib.ticker import LogLocator, MaxNLocator
 
 import liger_ext.functional as LF
-from liger_ext._timing import Timing, failure
+from liger_ext._timing import Timing, failure_text
 from liger_ext.ops._loss_plan import LEVELS
 
 from . import suite
@@ -95,7 +95,7 @@ def time_beside_floor(floor: Callable, call: Callable, rounds: int = 12, burst: 
             end.record()
             end.synchronize()
             into.append(start.elapsed_time(end) * 1e3 / burst)
-    return Timing.of(samples[0]), Timing.of(samples[1])
+    return Timing.from_samples(samples[0]), Timing.from_samples(samples[1])
 
 
 def inputs(
@@ -156,7 +156,7 @@ def run(settings: suite.Settings) -> Iterator[Result]:
                 result.errors[name] = exact.errors(functions[name])
                 result.floors[name], result.times[name] = time_beside_floor(floor, call)
             except Exception as error:  # a peer that cannot run this shape must not end the run
-                result.times[name] = failure(error)
+                result.times[name] = failure_text(error)
                 torch.cuda.synchronize()
         yield result
         del x, w, t, floor, calls, exact

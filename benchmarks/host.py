@@ -78,7 +78,7 @@ def _time(calls: dict[str, Callable[[], object]], device: str) -> dict[str, Timi
             if sample >= 0:
                 samples[name].append(spent / BURST * 1e6)
     wait()
-    return {name: Timing.of(values) for name, values in samples.items()}
+    return {name: Timing.from_samples(values) for name, values in samples.items()}
 
 
 def run(settings: suite.Settings) -> Iterator[HostTime]:

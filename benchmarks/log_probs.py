@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_ext._timing import Timing, failure
+from liger_ext._timing import Timing, failure_text
 
 from . import flce, suite
 from .log_probs_errors import Errors, Exact
@@ -180,7 +180,7 @@ def _measured(
         if case.gradients:
             result.errors[ONE_MATMUL] = exact.of_one_matmul()
     except Exception as error:  # a shape that does not fit must not end the run
-        result.times = dict.fromkeys(wanted, failure(error))
+        result.times = dict.fromkeys(wanted, failure_text(error))
         return result
     for name, make in wanted.items():
         if time.monotonic() > limit:
@@ -195,7 +195,7 @@ def _measured(
                 name, function = EAGER, full_logits
             result.errors[name] = exact.errors(*made_by(function, case, few))
         except Exception as error:  # a peer that cannot run this shape must not end the run
-            result.times.setdefault(name, failure(error))
+            result.times.setdefault(name, failure_text(error))
         if settings.device == "cuda":
             with contextlib.suppress(Exception):  # after a failed kernel; the next call raises the error, too
                 torch.cuda.synchronize()
@@ -216,7 +216,7 @@ def _in_turns(floor: Callable, step: Callable, settings: suite.Settings) -> tupl
         samples.append((floor_time.median, step_time.median))
         least = LEAST - (step_time.median > SLOW * floor_time.median)
     floors, times = zip(*samples, strict=True)
-    return Timing.of(list(floors)), Timing.of(list(times))
+    return Timing.from_samples(list(floors)), Timing.from_samples(list(times))
 
 
 # Tables and the picture

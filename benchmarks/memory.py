@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from liger_ext._timing import failure
+from liger_ext._timing import failure_text
 
 from . import flce, suite
 from .timing import free_at_once, peak_mib
@@ -43,7 +43,7 @@ def run(settings: suite.Settings) -> Iterator[Peak]:
             try:
                 peaks[name] = peak_mib(partial(flce.gradients, function, *inputs), settings.device)
             except Exception as error:  # a peer that cannot run this shape must not end the run
-                peaks[name] = failure(error)
+                peaks[name] = failure_text(error)
         yield Peak(f"{rows}x{hidden}x{vocab}", rows * vocab * settings.torch_dtype.itemsize / 2**20, peaks)
         del inputs
 

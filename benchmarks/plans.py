@@ -17,7 +17,7 @@ import torch
 import liger_ext.functional as LF
 from liger_ext import _C
 from liger_ext._loss_report import matmul_seconds
-from liger_ext._timing import Timing, failure
+from liger_ext._timing import Timing, failure_text
 from liger_ext.ops._loss_devices import device_index
 from liger_ext.ops._loss_plan import LEVELS, Call, Choice, choose, front
 
@@ -174,7 +174,7 @@ def _measured(shape: Shape, settings: suite.Settings, peers: dict[str, Callable]
                 rounds = min(max(3, int(SECONDS * 1e3 / (2 * once))), 12)
                 result.floors[name], result.times[name] = flce.time_beside_floor(floor, step, rounds, burst=1)
         except Exception as error:  # a plan or a peer that cannot run this shape must not end the run
-            result.times[name] = failure(error)
+            result.times[name] = failure_text(error)
             if settings.device == "cuda":
                 torch.cuda.synchronize()
     return result

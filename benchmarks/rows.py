@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from liger_ext._timing import Timing, backward_call, failure, forward_call, on_a_stream_of_its_own
+from liger_ext._timing import Timing, backward_call, failure_text, forward_call, side_stream
 from liger_ext.records import RECORDS, Make, Record, Size, Timed
 
 from . import suite
@@ -69,7 +69,7 @@ def run(settings: suite.Settings) -> Iterator[Row]:
     """Times every case, forward and backward; yields each row once it is measured."""
     for case in cases(settings.torch_dtype, settings.device):
         if settings.wants_op(case.op):
-            with on_a_stream_of_its_own(settings.device):
+            with side_stream(settings.device):
                 yield from _run_case(case, settings)
 
 
@@ -85,7 +85,7 @@ def _run_case(case: Case, settings: suite.Settings) -> Iterator[Row]:
             try:
                 calls[name] = bind(function, inputs)
             except Exception as error:  # a peer that cannot run this case
-                failed[name] = failure(error)
+                failed[name] = failure_text(error)
         # A read-only op's limit is still the copy's rate: the same bytes over the same time.
         copies = copy_calls(moved, settings.device)
         times = time_calls(copies | calls, settings.device)

@@ -83,7 +83,9 @@ def measure(
     workspace = None if provider == models.COMPILED else _loss_workspace(model, data[0], meter)
     tied = _bytes([model.lm_head.weight]) if model.config.tie_word_embeddings else 0
     footprint = Footprint(parameters, parameters, states, held, workspace, tied)
-    return Measured(Timing.of(samples[WARM_UP:]), peak, footprint, spent, kinds, [loss.item() for loss in losses])
+    return Measured(
+        Timing.from_samples(samples[WARM_UP:]), peak, footprint, spent, kinds, [loss.item() for loss in losses]
+    )
 
 
 def wait(device: torch.device) -> None:

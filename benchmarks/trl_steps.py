@@ -22,7 +22,7 @@ import torch
 
 from examples.demo.meter import Meter
 from liger_ext import apply_liger_kernel_to_instance
-from liger_ext._timing import Timing, failure
+from liger_ext._timing import Timing, failure_text
 
 from . import models, suite
 
@@ -85,7 +85,7 @@ def run(settings: suite.Settings) -> Iterator[Training]:
                     with _on(setting):
                         _measure(record, sizes, trainer, checkpoints, settings)
                 except Exception as error:  # a setting that fails must not end the run
-                    record.error = failure(error)
+                    record.error = failure_text(error)
                 record.seconds = time.monotonic() - begun
                 if setting == STOCK:
                     references[name] = record.losses
@@ -153,7 +153,7 @@ def _measure(record: Training, sizes: Sizes, trainer: str, checkpoints: bool, se
 
         made.compute_loss = compute_loss
         made.train()
-    record.step = Timing.of(clock.samples[WARM_UP:])
+    record.step = Timing.from_samples(clock.samples[WARM_UP:])
     record.peak_mib = (clock.peak - before) / 2**20
     record.losses = [float(loss) for loss in clock.losses]
     record.entropies = [log["entropy"] for log in made.state.log_history if "entropy" in log]

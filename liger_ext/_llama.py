@@ -60,7 +60,7 @@ def tokens_at_each_level(profile: _C.DeviceProfile, free: int) -> dict[str, dict
     ``SHAPE``. "tokens": the largest number of tokens that fits in ``free`` bytes of this GPU's memory at Llama's sizes.
     """
     found = {}
-    call = Call.of(TOKENS, HIDDEN, VOCAB, DTYPE, profile_index(profile))
+    call = Call.uniform(TOKENS, HIDDEN, VOCAB, DTYPE, profile_index(profile))
     for level in LEVELS:
         chosen = choose(call, level).plan
         found[level] = {

@@ -35,7 +35,7 @@ def run(chosen: argparse.Namespace, profile: _C.DeviceProfile | None) -> int:
         if not 1 <= size <= _MOST:
             raise ValueError(f"argument --loss: {name} is {size}, expected 1 to {_MOST:,}")
     dtype, reduction = chosen.dtype or "bf16", chosen.reduction or "mean"
-    call = Call.of(*chosen.loss, DTYPES[dtype], profile_index(profile), per_row=reduction == "none")
+    call = Call.uniform(*chosen.loss, DTYPES[dtype], profile_index(profile), per_row=reduction == "none")
     found = {
         **dict(zip(("rows", "hidden", "vocab"), chosen.loss, strict=True)),
         "dtype": dtype,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_ext._tuned import forced as forced_plans
+from liger_ext._tuned import forced_knobs as forced_plans
 from liger_ext.bounds import bound, half_ulp
 from liger_ext.ops._checks import accumulator
 from liger_ext.records import RECORDS, Make
@@ -44,7 +44,7 @@ OPS = RECORDS
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def outputs_of(result: Any, bare: str = "out") -> dict[str, Tensor]:
+def named_outputs(result: Any, bare: str = "out") -> dict[str, Tensor]:
     """Returns an op's result as named tensors. The result may be a tensor (called ``bare``), a tuple, a mapping, or an
     object with loss, z_loss, ... ."""
     if isinstance(result, Tensor):
@@ -128,7 +128,7 @@ def expected(
     compute = compute_dtype or op.compute_dtype(inputs)
     stored = {"stored": compute} if op.stores else {}
     leaves = _leaves(inputs, torch.float64)
-    outputs = outputs_of(op.reference(**leaves, **stored))
+    outputs = named_outputs(op.reference(**leaves, **stored))
     gradients = _backward(outputs, leaves, grads)
     with torch.no_grad():
         wide = {key: gradient.double() for key, gradient in grads.items()}
@@ -178,10 +178,10 @@ def compare(
     op = OPS[name]
     compute = compute_dtype or op.compute_dtype(inputs)
     leaves, base_leaves = _leaves(inputs), _leaves(inputs, None if op.native else accumulator(compute))
-    outputs = outputs_of((run or op.run)(**leaves), op.outputs[0])
+    outputs = named_outputs((run or op.run)(**leaves), op.outputs[0])
     device = next(t.device for t in outputs.values())
     with torch.autocast(device.type, compute, enabled=base_autocast):
-        base = outputs_of(op.baseline(**base_leaves, **({"stored": compute} if op.stores else {})))
+        base = named_outputs(op.baseline(**base_leaves, **({"stored": compute} if op.stores else {})))
 
     generator = torch.Generator().manual_seed(sum(t.numel() for t in outputs.values()))
     grads = {}

@@ -182,9 +182,9 @@ def leaves_of(arguments: dict[str, Any]) -> list[Tensor]:
 
 def losses_of(result: Any) -> list[Tensor]:
     """Returns the differentiable outputs of a call."""
-    from liger_ext.testing import outputs_of
+    from liger_ext.testing import named_outputs
 
-    return [t for t in outputs_of(result).values() if t.requires_grad]
+    return [t for t in named_outputs(result).values() if t.requires_grad]
 
 
 def grads_for(outputs: list[Tensor]) -> list[Tensor]:

@@ -10,7 +10,7 @@ from liger_ext import functional as F
 from liger_ext.ops._checks import REDUCTIONS
 from liger_ext.ops._fused_linear_op import LossArguments
 from liger_ext.ops._loss_plan import SMALLEST
-from liger_ext.testing import judge, outputs_of
+from liger_ext.testing import judge, named_outputs
 
 FLCE = "fused_linear_cross_entropy"
 ROW_OPS = [e for e in ONE_OF_EACH if e.op != FLCE]
@@ -20,9 +20,9 @@ ROW_OPS = [e for e in ONE_OF_EACH if e.op != FLCE]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_row_ops_are_as_without(device, example, dtype):
     arguments = example.arguments(device, dtype)
-    expected = [*outputs_of(example(arguments)).values(), *gradients(example, arguments)]
+    expected = [*named_outputs(example(arguments)).values(), *gradients(example, arguments)]
     with torch.autocast(device.type, torch.bfloat16):
-        found = [*outputs_of(example(arguments)).values(), *gradients(example, arguments)]
+        found = [*named_outputs(example(arguments)).values(), *gradients(example, arguments)]
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b)
 

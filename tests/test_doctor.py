@@ -118,7 +118,7 @@ def a_device(code, profile=None):
 def test_a_gpu_that_the_library_does_not_serve(quick, monkeypatch, capsys):
     monkeypatch.setattr(_devices, "devices", lambda: [a_device("nothing")])
     monkeypatch.setattr(doctor._load, "gpu_available", lambda: True)
-    monkeypatch.setattr(_fit, "misfit", lambda *arguments: f"no code for {arguments[-1]}")
+    monkeypatch.setattr(_fit, "misfit_reason", lambda *arguments: f"no code for {arguments[-1]}")
     assert doctor.main(["doctor"]) == 3
     assert "PROBLEM: GPU 0 (Some GPU, 9.0) is not used\n  TO DO: no code for 9.0" in capsys.readouterr().out
 
@@ -212,7 +212,7 @@ def test_levels_of_a_loss(capsys):
     arguments = "8192", "2304", "256000", "--profile", "h100"
     found = json.loads(of_loss(capsys, *arguments, "--json"))
     assert (found["device"], found["rates_measured"]) == ("H100", True)
-    call = Call.of(8192, 2304, 256_000, torch.bfloat16, profile_index(_C.profile("H100")))
+    call = Call.uniform(8192, 2304, 256_000, torch.bfloat16, profile_index(_C.profile("H100")))
     for level, facts in found["levels"].items():
         choice = choose(call, level)
         assert facts in found["front"] and (facts["bytes"], facts["ms"]) == (choice.bytes, choice.seconds * 1e3)
@@ -252,7 +252,7 @@ def test_levels_of_a_loss(capsys):
     ],
 )
 def test_plans_in_words(plan, words):
-    call = Call.of(8192, 4096, 5000, torch.bfloat16, profile_index(_C.profile("H100")))
+    call = Call.uniform(8192, 4096, 5000, torch.bfloat16, profile_index(_C.profile("H100")))
     twice = "twice" in words
     assert _loss_report.describe(call, Choice(plan, 1, 1.0, twice)) == words
 
@@ -308,7 +308,7 @@ def test_options_of_a_loss_without_a_loss(capsys):
 @pytest.mark.parametrize("free", [1 << 20, 1 << 31, 1 << 33, 1 << 36, 3 << 36])
 @pytest.mark.parametrize("memory", ["fast", "auto", "low", "min"])
 def test_most_tokens(free, memory):
-    call = Call.of(1, _llama.HIDDEN, _llama.VOCAB, torch.bfloat16, profile_index(_C.profile("H200")))
+    call = Call.uniform(1, _llama.HIDDEN, _llama.VOCAB, torch.bfloat16, profile_index(_C.profile("H200")))
     most = _llama.most_tokens(call, memory, free)
     assert most == 0 or _llama.fused_loss_bytes(call._replace(rows=most), memory) <= free
     assert _llama.fused_loss_bytes(call._replace(rows=most + 1), memory) > free
@@ -320,7 +320,7 @@ def test_most_tokens(free, memory):
 def test_bytes_of_the_fused_loss_are_what_it_takes(tokens, memory):
     """The predicted bytes equal the allocator's peak of a step: with one chunk, overlaid, and in chunks."""
     hidden, vocab, dtype = 512, 32_000, torch.bfloat16
-    call = Call.of(tokens, hidden, vocab, dtype, profile_index(_devices.running_profile(0)))
+    call = Call.uniform(tokens, hidden, vocab, dtype, profile_index(_devices.running_profile(0)))
 
     def step():
         x, weight = (torch.randn(n, hidden, device="cuda").to(dtype).requires_grad_() for n in (tokens, vocab))

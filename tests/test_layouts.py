@@ -37,7 +37,7 @@ from ops import OPS, draw_call
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from liger_ext.records import RECORDS
-from liger_ext.testing import judge, outputs_of
+from liger_ext.testing import judge, named_outputs
 
 each_op = pytest.mark.parametrize("op", OPS)
 randoms = st.randoms(use_true_random=False)
@@ -60,7 +60,7 @@ def run(call, tensors, gradients_like):
     """Outputs and gradients of the call with these tensors, by name; ``gradients_like`` builds the upstream gradients
     from the differentiable outputs."""
     leaves = {n: t.requires_grad_() if n in call.differentiable() else t for n, t in tensors.items()}
-    outputs = outputs_of(call.with_tensors(leaves)())
+    outputs = named_outputs(call.with_tensors(leaves)())
     wanted = [n for n in leaves if n in call.differentiable()]
     used = {n: t for n, t in outputs.items() if t.requires_grad}
     given = gradients_like(used)

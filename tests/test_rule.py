@@ -10,7 +10,7 @@ from cases import LOW, normal, random_targets, rows_of_all_sizes
 from liger_ext.ops._checks import accumulator
 from liger_ext.records import RECORDS
 from liger_ext.records import cross_entropy as losses
-from liger_ext.testing import OPS, check, compare, half_ulp, outputs_of
+from liger_ext.testing import OPS, check, compare, half_ulp, named_outputs
 
 BF16 = torch.bfloat16
 
@@ -101,7 +101,7 @@ def test_one_wrong_element_fails(name, column):
     }[name]()
 
     def wrong(**kwargs):
-        outputs = outputs_of(OPS[name].baseline(**upcast(kwargs)))
+        outputs = named_outputs(OPS[name].baseline(**upcast(kwargs)))
         first = next(iter(outputs))
         outputs = {k: v.to(BF16) for k, v in outputs.items()}
         outputs[first][..., -1, column] *= 1.02

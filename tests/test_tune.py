@@ -95,7 +95,7 @@ def test_what_is_kept_is_read_and_used(file, installed, recwarn):
     assert _tuned.read(file) == ([ENTRY], [])
     file.write_bytes(a_file(tuned=[JSON_ENTRY]))  # the format before rates were added
     _tuned.load()
-    assert not recwarn.list and found(installed[0]) == _C.Knobs(threads=256) and not _tuned.rates_of(H200).measured
+    assert not recwarn.list and found(installed[0]) == _C.Knobs(threads=256) and not _tuned.device_rates(H200).measured
 
 
 def test_what_another_driver_had_is_kept_but_not_used(file, installed):
@@ -103,7 +103,7 @@ def test_what_another_driver_had_is_kept_but_not_used(file, installed):
     keep(old, driver=old.driver, rates=rates)
     _tuned.load()
     assert _tuned.read(file) == ([old], [rates]) and found(installed[0]) == _C.Knobs()
-    assert not _tuned.rates_of(H200).measured
+    assert not _tuned.device_rates(H200).measured
 
 
 def test_measuring_again_replaces_what_was_measured_and_nothing_else(file):
@@ -171,7 +171,7 @@ def test_it_can_be_turned_off(file, installed, monkeypatch):
     keep(ENTRY, rates=RATES)
     monkeypatch.setenv("LIGER_EXT_TUNED", "0")
     _tuned.load()
-    assert installed == [] and not _tuned.rates_of(H200).measured
+    assert installed == [] and not _tuned.device_rates(H200).measured
     monkeypatch.setenv("LIGER_EXT_TUNED", "maybe")
     with pytest.warns(RuntimeWarning, match="LIGER_EXT_TUNED is 'maybe', expected 0"):
         _tuned.load()
@@ -227,7 +227,7 @@ def test_measured_rates_are_the_fused_losss(file, installed, monkeypatch):
 
 def test_each_rate_is_measured_by_its_own_work(monkeypatch):
     """Every call takes a millisecond; meta tensors take no memory."""
-    monkeypatch.setattr(_timing, "sustained", lambda call: 1e-3 if call() is not None else 0)
+    monkeypatch.setattr(_timing, "sustained_seconds", lambda call: 1e-3 if call() is not None else 0)
     operations, moved = 2 * 8192 * 4096 * 32_768, 2 * 4 * 2**28
     rates = _tuned.Rates("H200", "1", operations / 1e-3, operations / 1e-3, moved / 1e-3 / tune.COPY_REACHES, 1e-3)
     assert tune.measure_rates(H200, "1", device="meta") == rates
@@ -321,7 +321,7 @@ def clock(monkeypatch):
 
     monkeypatch.setattr(_C, "pack_knobs", lambda entries: entries[-1][-1] if entries else b"")
     monkeypatch.setattr(_tuned, "install", lambda knobs: setattr(made, "knobs", knobs))
-    monkeypatch.setattr(_timing, "captured", capture)
+    monkeypatch.setattr(_timing, "capture_graph", capture)
     monkeypatch.setattr(_timing, "time_graphs", lambda graphs: {i: made.times(of.knobs) for i, of in graphs.items()})
     return made
 
@@ -361,7 +361,7 @@ def test_the_command_shows_and_keeps_rates_and_winners(failing, file, monkeypatc
     monkeypatch.setattr(_devices, "devices", lambda: [here])
     monkeypatch.setattr(_devices, "driver", lambda: ENTRY.driver)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    monkeypatch.setattr(_timing, "on_a_stream_of_its_own", contextlib.nullcontext)
+    monkeypatch.setattr(_timing, "side_stream", contextlib.nullcontext)
     monkeypatch.setattr(tune, "measure_rates", measured)
     norms, knobs = (
         [("rms_norm", "8192x4096", "bf16", CALL), ("rms_norm_backward", "8x4", "bf16", CALL)],
@@ -388,12 +388,12 @@ def test_the_command_shows_and_keeps_rates_and_winners(failing, file, monkeypatc
 @pytest.mark.cuda
 def test_tuning_on_this_gpu(file, capsys):
     """A winner is in use in the next process, and only there."""
-    before = _tuned.in_use()
+    before = _tuned.installed_count()
     assert doctor.main(["tune", "--shapes", "2048x4096", "--ops", "rms_norm", "softmax", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [r["op"] for r in found["results"]] == ["rms_norm", "rms_norm_backward", "softmax", "softmax_backward"]
     assert all(r["built_in"]["median"] > 0 and r["best"]["median"] > 0 and not r["failed"] for r in found["results"])
     kept, (rates,) = _tuned.read(file)
-    assert len(kept) == sum(r["wins"] for r in found["results"]) and _tuned.in_use() == before
+    assert len(kept) == sum(r["wins"] for r in found["results"]) and _tuned.installed_count() == before
     assert found["rates"] == vars(rates)
-    assert int(python("-c", "from liger_ext import _tuned; print(_tuned.in_use())")) == len(kept)
+    assert int(python("-c", "from liger_ext import _tuned; print(_tuned.installed_count())")) == len(kept)

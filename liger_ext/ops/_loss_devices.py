@@ -33,7 +33,7 @@ def device_index(device: torch.device) -> int:
 @functools.cache
 def profile_index(profile: _C.DeviceProfile | None) -> int:
     """Adds a GPU of this profile, which need not be in this machine, or a CPU (None). Returns its index."""
-    DEVICES.append(Device(profile, _C.rates_of(None) if profile is None else _tuned.rates_of(profile)))
+    DEVICES.append(Device(profile, _C.rates_of(None) if profile is None else _tuned.device_rates(profile)))
     return len(DEVICES) - 1
 
 

@@ -80,7 +80,7 @@ class Call(NamedTuple):
     free: int = 0
 
     @classmethod
-    def of(cls, rows: int, hidden: int, vocab: int, dtype: torch.dtype, device: int, **facts: object) -> Call:
+    def uniform(cls, rows: int, hidden: int, vocab: int, dtype: torch.dtype, device: int, **facts: object) -> Call:
         """Returns a call whose tensors all have the same dtype."""
         return cls(rows, hidden, vocab, dtype, dtype, dtype, device, **facts)
 

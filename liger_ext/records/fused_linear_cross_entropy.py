@@ -107,7 +107,7 @@ def _inputs(make: Make, size: Size) -> dict[str, Any]:
 
 
 def _call(size: Size, dtype: torch.dtype, profile: _C.DeviceProfile) -> Call:
-    return Call.of(size.rows, size.hidden, size.cols, dtype, profile_index(profile))
+    return Call.uniform(size.rows, size.hidden, size.cols, dtype, profile_index(profile))
 
 
 def _launch_options(

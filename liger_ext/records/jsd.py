@@ -27,7 +27,7 @@ def _log_mixture(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
 
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """Returns ``of * log(of / to)``, and 0 where ``of`` is 0."""
+    """Returns ``a * log(a / b)``, and 0 where ``a`` is 0."""
     there = log_a != -math.inf
     log_a, log_b = torch.where(there, log_a, _FLOOR), torch.where(there, log_b, _FLOOR)
     return torch.exp(log_a) * (log_a - log_b)

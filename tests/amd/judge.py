@@ -51,7 +51,7 @@ class Report:
             line["wrong"] += bool(problem)
 
     def _line(self, case: Case, dtype: torch.dtype) -> dict:
-        line = numerics.line_of(self._ops, self.device.arch, case.op, dtype)
+        line = numerics.ensure_line(self._ops, self.device.arch, case.op, dtype)
         for key, nothing in NO_CASES.items():
             line.setdefault(key, nothing)
         return line

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fuzz import verdict
 from fuzz.spoil import EXTREMES, FLOATS, INTEGERS, Case
-from liger_ext.testing import outputs_of
+from liger_ext.testing import named_outputs
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool]
 
@@ -64,7 +64,7 @@ def recorded(case: Case) -> list[tuple[Any, tuple[Any, ...]]]:
     leaves = {n: call.arguments[n].detach().requires_grad_() for n in call.differentiable()}
     try:
         with RecordCalls() as mode:
-            outputs = [t for t in outputs_of(call.with_tensors(leaves)()).values() if t.requires_grad]
+            outputs = [t for t in named_outputs(call.with_tensors(leaves)()).values() if t.requires_grad]
             torch.autograd.grad(outputs, list(leaves.values()), list(map(torch.randn_like, outputs)), allow_unused=True)
     except Exception as error:
         raise Unacceptable(f"{type(error).__name__}: {error}", "refused") from None

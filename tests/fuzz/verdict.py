@@ -25,7 +25,7 @@ from ops import promised
 from torch import Tensor
 
 from liger_ext import functional
-from liger_ext.testing import OPS, _backward, _leaves, expected, outputs_of
+from liger_ext.testing import OPS, _backward, _leaves, expected, named_outputs
 
 MEMORY = r"out of memory|not enough memory|[Cc]annot allocate|can't allocate|size calculation overflowed|overflow"
 TORCH = r"liger_ext|Expected a value of type|does not require grad|[Ii]nference tensor|backward through|same device"
@@ -76,7 +76,7 @@ def wrong(call: Call, outputs: dict[str, Tensor], gradients: dict[str, Tensor], 
     compute = op.compute_dtype(inputs)
     inputs |= {n: inputs[n].detach() for n in call.constants if isinstance(inputs.get(n), Tensor)}
     leaves = _leaves(inputs, None if op.native else torch.promote_types(compute, torch.float32))
-    base = outputs_of(op.baseline(**leaves, **({"stored": compute} if op.stores else {})))
+    base = named_outputs(op.baseline(**leaves, **({"stored": compute} if op.stores else {})))
     theirs = base | {f"d{n}": g for n, g in _backward(base, leaves, grads).items()}
     results = outputs | gradients
     matmul = "target" in inputs and "x" in inputs

@@ -28,7 +28,7 @@ from fuzz import raw, verdict
 from fuzz.spoil import FLOATING, MAY, MUST, NEVER, SPOILS, Case
 from liger_ext.functional import check_errors
 from liger_ext.records import RECORDS
-from liger_ext.testing import outputs_of
+from liger_ext.testing import named_outputs
 
 ROOM = 1 << 30  # bytes of address space for calls, beyond the address space of the process before the first call
 # torch's caches must not fill that room, or every call would run out of memory. So a process ends after CALLS calls,
@@ -108,7 +108,7 @@ def run(
     case: Case, wanted: list[str], given: Callable[[dict[str, Tensor]], dict[str, Tensor]]
 ) -> tuple[dict, dict, dict]:
     """Returns outputs, gradients and upstream gradients of one call."""
-    outputs = outputs_of(case.call(), RECORDS[case.call.op].outputs[0])
+    outputs = named_outputs(case.call(), RECORDS[case.call.op].outputs[0])
     used = {n: t for n, t in outputs.items() if t.requires_grad}
     if not used:
         return outputs, {}, {}

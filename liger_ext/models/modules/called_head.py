@@ -36,7 +36,7 @@ def rows_at_a_time(head: nn.Module, hidden_states: Tensor, memory: str | int | N
         return None
     rows, hidden = hidden_states.shape
     dtype, device = hidden_states.dtype, device_index(hidden_states.device)
-    chunk = head_chunk_rows(Call.of(rows, hidden, vocab, dtype, device), "auto" if memory is None else memory)
+    chunk = head_chunk_rows(Call.uniform(rows, hidden, vocab, dtype, device), "auto" if memory is None else memory)
     return chunk if chunk < rows else None
 
 
