@@ -66,8 +66,8 @@ class Training:
 
 
 def run(settings: suite.Settings) -> Iterator[Training]:
-    of_cpu = settings.device == "cpu"
-    sizes = SIZES_CPU if of_cpu else SIZES_CUDA
+    on_cpu = settings.device == "cpu"
+    sizes = SIZES_CPU if on_cpu else SIZES_CUDA
     start, references = time.monotonic(), {}
     for checkpoints in (False, True):
         for trainer in ("DPO", "GRPO"):
@@ -80,7 +80,7 @@ def run(settings: suite.Settings) -> Iterator[Training]:
                 record = Training(sizes.name, name, setting, 2 * sizes.pairs * sizes.length)
                 begun = time.monotonic()
                 try:
-                    if not of_cpu and begun > start + LIMIT:
+                    if not on_cpu and begun > start + LIMIT:
                         raise TimeoutError("left out: the run would take too long")
                     with _on(setting):
                         _measure(record, sizes, trainer, checkpoints, settings)
@@ -194,7 +194,7 @@ def _dpo(model: Callable, sizes: Sizes, common: dict, device: torch.device):
     def tokens(count: int) -> list[int]:
         return torch.randint(3, sizes.config["vocab_size"], (count,), generator=made).tolist()
 
-    class OfTokens(DPOTrainer):
+    class TokenizedDPOTrainer(DPOTrainer):
         def _prepare_dataset(self, dataset, *others):
             return dataset  # it holds token ids already
 
@@ -207,7 +207,7 @@ def _dpo(model: Callable, sizes: Sizes, common: dict, device: torch.device):
         for _ in range(2 * sizes.pairs)
     ]
     options = DPOConfig(per_device_train_batch_size=sizes.pairs, max_length=sizes.length, **common)
-    return OfTokens(
+    return TokenizedDPOTrainer(
         model(), model().eval().requires_grad_(False), options, train_dataset=_dataset(rows),
         processing_class=_tokenizer(),
     )  # fmt: skip
@@ -297,7 +297,7 @@ def draw(records: list[Training], settings: suite.Settings, folder: Path) -> lis
     if not done:
         return []
     made, axes = suite.figure(2)
-    trainers, names = (list(dict.fromkeys(getattr(r, of) for r in done)) for of in ("trainer", "setting"))
+    trainers, names = (list(dict.fromkeys(getattr(r, key) for r in done)) for key in ("trainer", "setting"))
     for axis, label, value in (
         (axes[0], "milliseconds per step", lambda r: r.step.median / 1e3),
         (axes[1], "peak memory, GiB", lambda r: r.peak_mib / 1024),

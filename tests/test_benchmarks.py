@@ -174,11 +174,11 @@ def test_the_plan_that_is_predicted_is_the_one_that_runs(shape, monkeypatch):
     op = importlib.import_module("liger_ext.ops._fused_loss")
     asked, plan = [], op.plan
     monkeypatch.setattr(op, "plan", lambda call, memory: asked.append((call, plan(call, memory))) or asked[-1][1])
-    call = plans.call_of(shape, torch.float32, torch.device("cpu"))
+    call = plans.plan_call(shape, torch.float32, torch.device("cpu"))
     x, w, t = flce.inputs(shape.rows, shape.hidden, shape.vocab, suite.Settings("cpu", "fp32"))
-    points = plans.points_of(call)
+    points = plans.memory_points(call)
     for given, _ in points.values():
-        flce.gradients(plans.loss_of(shape, given), x, w, t)
+        flce.gradients(plans.timed_loss(shape, given), x, w, t)
     assert asked == [(call, choice.plan) for _, choice in points.values()]
 
 
@@ -187,8 +187,8 @@ def test_points_of_a_shape(shape, monkeypatch):
     """The points of a shape are all levels, and numbers of bytes that select other plans."""
     assert shape.rows * shape.vocab * 2 < 17.2e9
     monkeypatch.setattr(plans, "device_index", lambda device: profile_index(_C.profile("H100")))
-    call = plans.call_of(shape, torch.bfloat16, torch.device("meta"))
-    points = plans.points_of(call)
+    call = plans.plan_call(shape, torch.bfloat16, torch.device("meta"))
+    points = plans.memory_points(call)
     named = [level for name in points for level in name.split(", ") if level in LEVELS]
     assert sorted(named) == sorted(LEVELS)
     assert all(choose(call, memory) == choice for memory, choice in points.values())
