@@ -58,7 +58,7 @@ def row(family: str) -> str:
     set_experts(model, "grouped_mm")
     with RecordCalls() as record:
         loss = model(**batch_of("cpu")).loss
-        nodes = _names_of_nodes(loss)
+        nodes = _node_names(loss)
         loss.backward()
     found = {name.removesuffix("_backward") for name in record.names} | nodes
     cells = [[SHOWN.get(name, "yes") for name in column if name in found] for column in COLUMNS]
@@ -66,7 +66,7 @@ def row(family: str) -> str:
     return " | ".join([f"| `{family}`", *shown, LEFT.get(family, ""), UPSTREAM.get(family, "no function")]) + " |"
 
 
-def _names_of_nodes(result: torch.Tensor) -> set[str]:
+def _node_names(result: torch.Tensor) -> set[str]:
     """Returns the names of the nodes in the autograd graph of a result."""
     seen, waiting = set(), [result.grad_fn]
     while waiting:

@@ -29,7 +29,7 @@ from liger_ext.testing import judge
 torch.set_num_threads(1)  # kernels of the host target run on one thread, and the references are small
 
 dtypes = pytest.mark.parametrize("dtype", LOW, ids=["fp32", "bf16", "fp16"])
-cases_of = Counter()  # {kernel: number of this process's tests that launched it}
+kernel_case_counts = Counter()  # {kernel: number of this process's tests that launched it}
 
 
 def launches():
@@ -48,7 +48,7 @@ def launched_since():
 def count_cases():
     before = launches()
     yield
-    cases_of.update(name for name, count in launches().items() if count > before[name])
+    kernel_case_counts.update(name for name, count in launches().items() if count > before[name])
 
 
 ROWS = [
@@ -261,12 +261,12 @@ def test_every_kernel_has_run():
     found = launches()
     idle = [name for name, count in found.items() if count == 0]
     if ahead_target():  # instances with four vectors per thread run on devices without clusters
-        idle = [name for name in idle if instances.key_of(name)[1][1:] != (4, 512)]
+        idle = [name for name in idle if instances.instance_key(name)[1][1:] != (4, 512)]
     assert found and not idle, "\n".join(idle)
-    assert {instances.key_of(name) for name in found} == instances.table(ahead=ahead_target()).keys()
+    assert {instances.instance_key(name) for name in found} == instances.table(ahead=ahead_target()).keys()
     instances_of = defaultdict(list)
     for name in found:
-        instances_of[re.sub(r"<.*", "", name.removesuffix("]")).rpartition("::")[2]].append(cases_of[name])
+        instances_of[re.sub(r"<.*", "", name.removesuffix("]")).rpartition("::")[2]].append(kernel_case_counts[name])
     print(f"| {'kernel':26}{'instances':>10}{'cases':>8}{'fewest of an instance':>24}")
     for kernel, cases in sorted(instances_of.items()):
         print(f"| {kernel:26}{len(cases):10}{sum(cases):8}{min(cases):24}")

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 from cases import host_target
-from gpu_paths import DTYPES, NORMS, PATHS, ROW_OPS, arguments, profile_of_this_machine
+from gpu_paths import DTYPES, NORMS, PATHS, ROW_OPS, arguments, machine_profile
 
 from liger_ext import _C
 from liger_ext.records import RECORDS, Make, Size
@@ -18,7 +18,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp32"])
 @pytest.mark.cuda
 @pytest.mark.parametrize("path", PATHS, ids=str)
 def test_path(path):
-    judge(path.op, path.arguments(path.rows(profile_of_this_machine()), "cuda"))
+    judge(path.op, path.arguments(path.rows(machine_profile()), "cuda"))
 
 
 # More columns than the registers of a cluster hold; the fused loss holds the most columns, because it works in place.

@@ -20,7 +20,7 @@ directly, which have no reference, by the tolerances of ``torch.testing``.
 import pytest
 import torch
 from calls import described
-from cases import RecordCalls, dtypes_of, host_target
+from cases import RecordCalls, device_dtypes, host_target
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from layouts import (
@@ -88,7 +88,7 @@ def other_sums(op, device):
 @given(rng=randoms)
 def test_a_function_and_its_gradients(device, op, rng):
     """Public functions, forward and backward."""
-    call = draw_call(rng, op, dtypes_of(device), device)
+    call = draw_call(rng, op, device_dtypes(device), device)
     tensors, guard = place(call.tensors(), lambda shape: draw_layout(rng, shape))
     gradients, guards = {}, [guard]
 
@@ -143,7 +143,7 @@ def with_tensors(arguments, tensors):
 @given(rng=randoms)
 def test_an_op_called_directly(device, op, rng):
     """The ops, forward and backward: every tensor argument, including saved tensors and counts."""
-    for overload, arguments in recorded(draw_call(rng, op, dtypes_of(device), device)):
+    for overload, arguments in recorded(draw_call(rng, op, device_dtypes(device), device)):
         originals = {i: a for i, a in enumerate(arguments) if isinstance(a, torch.Tensor)}
         tensors, guard = place(originals, lambda shape: draw_layout(rng, shape))
         unchanged = copies(tensors)

@@ -319,7 +319,7 @@ def cuda_report():
     text = subprocess.run(["c++filt"], input=text, capture_output=True, text=True, check=True).stdout
     report = {}
     for name, used in re.findall(r"Function void liger::gpu::entry<(.*?)>\(.*?\n.*?REG:(\d+)", text):
-        report[instances.key_of(name)] = max(int(used), report.get(instances.key_of(name), 0))
+        report[instances.instance_key(name)] = max(int(used), report.get(instances.instance_key(name), 0))
     return report
 
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from cases import LOW, normal, random_targets, rows_of_all_sizes
+from cases import LOW, normal, random_targets, scaled_rows
 
 from liger_ext.ops._checks import accumulator
 from liger_ext.records import RECORDS
@@ -27,7 +27,7 @@ def worst(op, arguments, run, **kwargs):
 
 
 def rms_inputs(dtype=BF16, rows=64, cols=200):
-    x = rows_of_all_sizes(normal(rows, cols, dtype=dtype), 0)
+    x = scaled_rows(normal(rows, cols, dtype=dtype), 0)
     return {
         "x": x.requires_grad_(),
         "weight": normal(cols, dtype=dtype, seed=1, mean=1, scale=0.2).requires_grad_(),

@@ -148,9 +148,9 @@ class Record:
     timed: tuple[Timed, ...]
     launched_as: str = ""
     launch_options: Callable[[Size, torch.dtype, _C.DeviceProfile, Mapping[str, Any]], Mapping[str, Any]] = (
-        lambda size, *of: {}
+        lambda size, *_: {}
     )
-    as_tuned: Callable[[Size, torch.dtype, _C.DeviceProfile], tuple[Size, Mapping[str, Any]]] = lambda size, *of: (
+    as_tuned: Callable[[Size, torch.dtype, _C.DeviceProfile], tuple[Size, Mapping[str, Any]]] = lambda size, *_: (
         size,
         {},
     )

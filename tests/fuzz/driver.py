@@ -92,7 +92,7 @@ class Worker:
             self.last, self.since = number, time.monotonic()
         return time.monotonic() - self.since > PATIENCE
 
-    def made(self) -> int:
+    def calls_run(self) -> int:
         return (min(self.number(), self.args.calls) - self.first + self.step - 1) // self.step
 
     def death(self, hung: bool) -> dict[str, Any]:
@@ -108,13 +108,13 @@ class Worker:
         return {
             "number": self.number(),
             "kind": "hang" if hung else "crash",
-            "op": op_of(self.args, self.number()),
+            "op": drawn_op(self.args, self.number()),
             "text": text,
             "notes": last_words + stack,
         }
 
 
-def op_of(args: Any, number: int) -> str:
+def drawn_op(args: Any, number: int) -> str:
     """Returns the op of a call, which is the worker's first draw."""
     return Random(f"{args.seed}/{number}").choice(args.ops)
 
@@ -145,7 +145,7 @@ def drive(args: Any, show: Callable[[str], None]) -> Report:
                     waiting.unregister(worker.process.stdout)
                     worker.process.kill()
                     again(worker, note, waiting, hung=True)
-            report.calls, report.seconds = sum(w.made() for w in workers), time.monotonic() - begin
+            report.calls, report.seconds = sum(w.calls_run() for w in workers), time.monotonic() - begin
             if time.monotonic() - shown > args.progress:
                 shown = time.monotonic()
                 show(f"{report.calls} calls, {report.seconds:.0f} s, {len(report.groups)} kinds of findings")
