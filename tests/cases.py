@@ -247,7 +247,7 @@ def python(*arguments: Any, **changed: str) -> str:
     return done.stdout
 
 
-def told(function: str) -> list[str]:
+def library_lines(function: str) -> list[str]:
     """Calls a function of libliger_ext_cpu.so that returns text, and returns the lines."""
     tell = getattr(ctypes.CDLL(str(library_folder() / "libliger_ext_cpu.so")), function)
     tell.restype = ctypes.c_char_p

@@ -13,7 +13,7 @@ HEAD = """\
 |---|---|---|---|---|---|---|---|---|"""
 
 # Why classes of a family stay unpatched.
-LEFT = {
+UNPATCHED = {
     "apertus": "MLP: xIELU, an activation with parameters",
     "bailing_hybrid": "linear attention: no rotary embedding",
     "cohere2": "layer: attention and MLP read one norm",
@@ -63,7 +63,7 @@ def row(family: str) -> str:
     found = {name.removesuffix("_backward") for name in record.names} | nodes
     cells = [[SHOWN.get(name, "yes") for name in column if name in found] for column in COLUMNS]
     shown = [", ".join(dict.fromkeys(cell)) for cell in cells]
-    return " | ".join([f"| `{family}`", *shown, LEFT.get(family, ""), UPSTREAM.get(family, "no function")]) + " |"
+    return " | ".join([f"| `{family}`", *shown, UNPATCHED.get(family, ""), UPSTREAM.get(family, "no function")]) + " |"
 
 
 def _node_names(result: torch.Tensor) -> set[str]:

@@ -17,7 +17,7 @@ import kernel_cases
 import pytest
 import test_linear_log_probs as log_probs
 import torch
-from cases import LOW, ahead_target, laid_out, normal, random_targets, slow_if, told
+from cases import LOW, ahead_target, laid_out, library_lines, normal, random_targets, slow_if
 from ops import BY_NAME, EXAMPLES, IDS
 from ops.glu import check_h, h_cases
 
@@ -34,13 +34,13 @@ kernel_case_counts = Counter()  # {kernel: number of this process's tests that l
 
 def launches():
     """Returns {kernel: number of launches}."""
-    lines = (line.split(" ", 1) for line in told("liger_ext_host_kernels"))
+    lines = (line.split(" ", 1) for line in library_lines("liger_ext_host_kernels"))
     return {name: int(count) for count, name in lines}
 
 
 def launched_since():
     """Returns [(kernel, bytes of shared memory)] of the launches since the last call of this function."""
-    lines = (line.split(" ", 3) for line in told("liger_ext_host_launched"))
+    lines = (line.split(" ", 3) for line in library_lines("liger_ext_host_launched"))
     return [(name, int(shared_bytes)) for _, _, shared_bytes, name in lines]
 
 

@@ -252,7 +252,7 @@ def test_gradient_checkpointing(device, use_reentrant, memory, order):
     assert_trains_as_stock(*models, batch_of(device))
 
 
-TWO = {
+ADAPTER_PAIRS = {
     "layers": (dict(target_modules=SOME), dict(target_modules=["k_proj", "up_proj"])),
     "heads": (dict(target_modules=["lm_head", "q_proj"]), dict(target_modules=["lm_head"])),
     "saved heads": (dict(target_modules=["v_proj"], modules_to_save=["lm_head"]),) * 2,
@@ -260,7 +260,7 @@ TWO = {
 }
 
 
-def with_two(first, second):
+def with_adapter_pair(first, second):
     def change(model):
         model = adapt(model, "Lora", dict(r=4, **first))
         model.add_adapter("other", peft.LoraConfig(r=2, task_type="CAUSAL_LM", **second))
@@ -271,9 +271,9 @@ def with_two(first, second):
 
 
 @orders
-@pytest.mark.parametrize("first, second", TWO.values(), ids=TWO)
+@pytest.mark.parametrize("first, second", ADAPTER_PAIRS.values(), ids=ADAPTER_PAIRS)
 def test_two_adapters(device, first, second, order):
-    models = both(order, with_two(first, second), device=device)
+    models = both(order, with_adapter_pair(first, second), device=device)
     batch = batch_of(device)
     assert_trains_as_stock(*models, batch)
     losses = [step(models[1], batch)["loss"]]
@@ -294,7 +294,7 @@ def test_two_adapters(device, first, second, order):
 @orders
 @pytest.mark.parametrize("targets", [SOME, ["lm_head", "q_proj"]], ids=["layers", "head"])
 def test_an_adapter_for_each_row(device, targets, order):
-    change = with_two(dict(target_modules=targets), dict(target_modules=targets))
+    change = with_adapter_pair(dict(target_modules=targets), dict(target_modules=targets))
     models = [model.eval() for model in both(order, change, device=device)]
     batch = batch_of(device)
     names = ["default", "other", "__base__"]

@@ -31,14 +31,14 @@ def small(monkeypatch):
         monkeypatch.setattr(module, "time_cpu", lambda calls, seconds=0: quick(calls, seconds=0))
     every = rows.cases
 
-    def first_of_each_op(dtype, device):
+    def default_examples(dtype, device):
         seen = set()
         for case in every(dtype, device):
             if case.op not in seen:
                 seen.add(case.op)
                 yield case
 
-    monkeypatch.setattr(rows, "cases", first_of_each_op)
+    monkeypatch.setattr(rows, "cases", default_examples)
     monkeypatch.setattr(flce, "SHAPES_CPU", [(8, 16, 64, 0), (32, 16, 64, 0.5)])
     monkeypatch.setattr(memory, "SHAPES_CPU", [(8, 16, 64)])
     monkeypatch.setattr(log_probs, "SHAPES_CPU", [log_probs.Shape("tiny", 48, 64, 4096, (16,))])
@@ -141,7 +141,7 @@ def test_small_calls_are_drawn_apart_and_a_line_joins_the_largest_call_of_each_l
 
     measured = [row("8x64", 800, 10), row("16x64", 1600, 20), row("8x128", 1600, 30), row("1x64", 100, 10)]
     drawn = []
-    monkeypatch.setattr(suite, "save", lambda made, path: drawn.append(made) or path)
+    monkeypatch.setattr(suite, "save", lambda figure, path: drawn.append(figure) or path)
     rows.draw(measured, suite.Settings("h200", "bf16"), tmp_path)
     forward, small = drawn[0].axes
     _, joined, others = forward.lines

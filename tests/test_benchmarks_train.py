@@ -219,7 +219,7 @@ def test_training_steps(small, tmp_path, monkeypatch, capfd):
 
 
 @pytest.fixture
-def answered(monkeypatch):
+def fake_answers(monkeypatch):
     """Replaces child processes: each request receives the next answer, an error text or a result with these losses."""
 
     def use(*answers):
@@ -235,21 +235,21 @@ def answered(monkeypatch):
     return use
 
 
-def test_a_curve_that_differs_ends_with_status_1(small, tmp_path, answered, capsys):
-    answered([5.0, 4.0], [5.0, 4.1], [5.0, float("nan")])
+def test_a_curve_that_differs_ends_with_status_1(small, tmp_path, fake_answers, capsys):
+    fake_answers([5.0, 4.0], [5.0, 4.1], [5.0, float("nan")])
     with pytest.raises(SystemExit) as ended:
         run(tmp_path, "--curves", "--models", "tiny a", "--providers", "liger_ext", "torch.compile")
     assert ended.value.code == 1
     assert (tmp_path / "train_cpu_fp32.md").read_text().count("FAILS: ") == 2
 
 
-def test_a_provider_that_fails_does_not_end_the_run(small, tmp_path, answered):
-    answered("OutOfMemoryError: too large", [5.0, 4.0])
+def test_a_provider_that_fails_does_not_end_the_run(small, tmp_path, fake_answers):
+    fake_answers("OutOfMemoryError: too large", [5.0, 4.0])
     records, table = run(tmp_path, "--providers", "Hugging Face", "liger_ext")
     assert [r["error"] for r in records] == ["OutOfMemoryError: too large", ""] * 2
     assert all(r["curve"] is None for r in records)
     assert table.count("fails: OutOfMemoryError: too large") == 2
-    answered("all fail")
+    fake_answers("all fail")
     assert len(run(tmp_path, "--curves")[0]) == 2 * len(models.providers("cpu"))  # without results to draw or compare
 
 

@@ -202,7 +202,7 @@ def test_an_unknown_profile(capsys):
 # The fused loss's plans -----------------------------------------------------------------------------------------------
 
 
-def of_loss(capsys, *arguments):
+def loss_report(capsys, *arguments):
     assert doctor.main(["doctor", "--loss", *arguments]) == 0
     return capsys.readouterr().out
 
@@ -210,7 +210,7 @@ def of_loss(capsys, *arguments):
 def test_levels_of_a_loss(capsys):
     """The printed values are those of the chosen plans, and the front contains the levels' plans."""
     arguments = "8192", "2304", "256000", "--profile", "h100"
-    found = json.loads(of_loss(capsys, *arguments, "--json"))
+    found = json.loads(loss_report(capsys, *arguments, "--json"))
     assert (found["device"], found["rates_measured"]) == ("H100", True)
     call = Call.uniform(8192, 2304, 256_000, torch.bfloat16, profile_index(_C.profile("H100")))
     for level, facts in found["levels"].items():
@@ -220,7 +220,7 @@ def test_levels_of_a_loss(capsys):
     shares = [facts["share"] for facts in found["front"]]
     assert shares == sorted(shares) and 0.5 < shares[0] < 0.9 < shares[-1] < 1
     assert found["matmuls_ms"] == pytest.approx(found["front"][0]["ms"] * shares[0])
-    printed = of_loss(capsys, *arguments)
+    printed = loss_report(capsys, *arguments)
     assert "8,192 rows, hidden size 2,304, vocabulary 256,000, bf16, reduction 'mean'" in printed
     for facts in (*found["levels"].values(), *found["front"]):
         assert f"{math.ceil(facts['bytes'] / 2**20):,}" in printed and facts["plan"] in printed
@@ -260,19 +260,19 @@ def test_plans_in_words(plan, words):
 def test_a_loss_here_and_with_options(monkeypatch, capsys):
     """Without a GPU the estimate is for the CPU, else for the first usable GPU."""
     monkeypatch.setattr(_devices, "devices", list)
-    assert "two server cores" in of_loss(capsys, "64", "32", "512")
+    assert "two server cores" in loss_report(capsys, "64", "32", "512")
     devices = [a_device("nothing", _C.profile("T4")), a_device("PTX", _C.profile("A100"))]
     monkeypatch.setattr(_devices, "devices", lambda: devices)
     narrow, wide = (
-        json.loads(of_loss(capsys, "8192", "2048", "32000", "--dtype", d, "--json")) for d in ("fp16", "fp32")
+        json.loads(loss_report(capsys, "8192", "2048", "32000", "--dtype", d, "--json")) for d in ("fp16", "fp32")
     )
     assert narrow["device"] == wide["device"] == "A100" and not narrow["rates_measured"]
     assert wide["matmuls_ms"] > 5 * narrow["matmuls_ms"]
-    assert "come from a data sheet" in (rows := of_loss(capsys, "8192", "2048", "32000", "--reduction", "none"))
+    assert "come from a data sheet" in (rows := loss_report(capsys, "8192", "2048", "32000", "--reduction", "none"))
     assert "sums over" not in rows
-    mean, summed = (of_loss(capsys, "8", "64", "100", "--reduction", name).splitlines() for name in ("mean", "sum"))
+    mean, summed = (loss_report(capsys, "8", "64", "100", "--reduction", name).splitlines() for name in ("mean", "sum"))
     assert mean[1:] == summed[1:]
-    large = of_loss(capsys, "99999999", "9999999", "1000").splitlines()
+    large = loss_report(capsys, "99999999", "9999999", "1000").splitlines()
     (least,) = (line.split() for line in large if "memory='min'" in line)
     assert all(float(column.replace(",", "")) > 0 for column in least[1:4])  # columns stay separated
 

@@ -48,7 +48,7 @@ from liger_ext.models.patching.source import definition_in
 from liger_ext.models.recognise import normal_form
 
 # Classes of a family that stay unpatched with the newest transformers: known code without anything to fuse.
-LEFT = {
+UNPATCHED = {
     "bailing_hybrid": {"BailingHybridDeltaAttention"},
     "apertus": {"ApertusMLP"},  # its activation is unknown
     "cohere2": {"Cohere2DecoderLayer"},
@@ -64,8 +64,8 @@ LEFT = {
     "olmo_hybrid": {"OlmoHybridAttentionDecoderLayer"},
 }
 RECURRENT = "falcon_h1", "qwen3_5_text", "qwen3_next"  # a float64 copy still computes in fp32, so it is no reference
-OF_NEWEST = "deepseek_v3", "llama4_text"  # older transformers reject float64, or calls without a mask
-PRESENT = [f for f in OPTIONS if f in CONFIG_MAPPING and (TRANSFORMERS >= (5, 17) or f not in OF_NEWEST)]
+NEWEST_ONLY = "deepseek_v3", "llama4_text"  # older transformers reject float64, or calls without a mask
+PRESENT = [f for f in OPTIONS if f in CONFIG_MAPPING and (TRANSFORMERS >= (5, 17) or f not in NEWEST_ONLY)]
 newest = pytest.mark.skipif(TRANSFORMERS < (5, 17), reason="older transformers have other code")
 each = pytest.mark.parametrize("family", PRESENT)
 ENDS = (
@@ -95,7 +95,7 @@ def test_what_is_patched(family):
     assert not [str(w.message) for w in caught if "does not know this code" in str(w.message)]
     ours = {type(m).__name__ for m in model.modules() if type(m).__module__.startswith("liger_ext")}
     expected = {name for name in classes if name.endswith(ENDS)}
-    expected -= LEFT.get(family, set())
+    expected -= UNPATCHED.get(family, set())
     assert expected == ours - {"Linear", "LlamaModel"}
 
 
@@ -176,18 +176,20 @@ def test_experts_that_are_modules():
 
 @newest
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-@pytest.mark.parametrize("given", [None, True, False])
-def test_the_experts_balance(device, family, given):
+@pytest.mark.parametrize("output_router_logits", [None, True, False])
+def test_the_experts_balance(device, family, output_router_logits):
     model = build(family, device)
     ours, batch = patched(model), batch_of(device)
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     batch["attention_mask"][2, 8:] = 0
-    stock = model(**batch, output_router_logits=given)
+    stock = model(**batch, output_router_logits=output_router_logits)
     for skip in (True, False):
-        found = ours(**batch, output_router_logits=given, skip_logits=skip)
+        found = ours(**batch, output_router_logits=output_router_logits, skip_logits=skip)
         torch.testing.assert_close(found.loss, stock.loss)
         torch.testing.assert_close(found.aux_loss, stock.aux_loss)
-        assert (found.aux_loss is None) is (given is False or (given is None and family == "qwen3_moe"))
+        assert (found.aux_loss is None) is (
+            output_router_logits is False or (output_router_logits is None and family == "qwen3_moe")
+        )
         torch.testing.assert_close(found.router_logits, stock.router_logits)
         assert ("logits" not in found) is skip
 
@@ -212,7 +214,7 @@ def _without_up(self, gate_up):
     return nn.functional.silu(gate_up.chunk(2, -1)[0])
 
 
-def _half_of_linear_attention(self, hidden_states, arguments):
+def _halved_linear_attention(self, hidden_states, arguments):
     stream, attention, weights = _ATTEND(self, hidden_states, arguments)
     return stream, 0.5 * attention if weights is None else attention, weights
 
@@ -243,7 +245,7 @@ WRONG = {
     "layer's own inputs": ("gemma4_text", layers.Gemma4Layer, "_results", lambda self, x, *_: x * self.layer_scalar),
     "layer's MLP": ("llama4_text", decoder.DecoderLayer, "_of_mlp", lambda self, x, residual: residual),
     "recurrent layer": ("falcon_h1", layers.FalconH1Layer, "_attend", decoder.DecoderLayer._attend),
-    "linear attention": ("qwen3_5_text", layers.HybridLayer, "_attend", _half_of_linear_attention),
+    "linear attention": ("qwen3_5_text", layers.HybridLayer, "_attend", _halved_linear_attention),
     "activation by its name": ("llama4_text", mlp.MLP, "_run_down", lambda self, gate, up: self.down_proj(up)),
     "softcap of Gemma 4": ("gemma4_text", causal_lm.CausalLM, "liger_logits", lambda self: (1.0, None)),
     "result's norm": ("glm4", layers.SandwichLayer, "_of_attention", decoder.DecoderLayer._of_attention),

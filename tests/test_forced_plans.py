@@ -10,7 +10,7 @@ from dataclasses import replace
 import instances
 import pytest
 import torch
-from cases import differentiable_outputs, tensor_leaves, told
+from cases import differentiable_outputs, library_lines, tensor_leaves
 from gpu_paths import arguments, call_size
 
 from liger_ext import _C, _devices, _tuned
@@ -72,7 +72,7 @@ CASES = {
 
 def launched():
     """Returns (kernel instance, blocks, threads, shared memory) of each launch since the last call."""
-    lines = [line.split(" ", 3) for line in told("liger_ext_host_launched")]
+    lines = [line.split(" ", 3) for line in library_lines("liger_ext_host_launched")]
     return [(instances.instance_key(name), *map(int, numbers)) for *numbers, name in lines]
 
 

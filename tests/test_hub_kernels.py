@@ -74,7 +74,7 @@ def kernelized(model, mapping=None):
         return kernels.kernelize(model, mode=mode, device=model.device.type)
 
 
-def results_of(model, batch):
+def step_results(model, batch):
     """Loss and gradients of a step, and the names of our ops in it."""
     with RecordCalls() as record:
         results = step(model, batch)
@@ -86,7 +86,7 @@ def results_of(model, batch):
 def test_trains_as_stock(device, registered, family, dtype):
     model, batch = registered(build(family, device, dtype)), batch_of(device)
     stock, reference = step(model, batch), step(copy.deepcopy(model).double(), batch)
-    ours, called = results_of(kernelized(model), batch)
+    ours, called = step_results(kernelized(model), batch)
     assert called == {op + end for op in OURS for end in ("", "_backward")}
     assert_as_good(ours, stock, reference)
 
@@ -99,7 +99,7 @@ def test_eval_and_train_again(device, registered):
     with torch.no_grad(), RecordCalls() as record:
         torch.testing.assert_close(model.eval()(**batch).logits, stock)
     assert set(record.names) == OURS
-    again, called = results_of(model.train(), batch)
+    again, called = step_results(model.train(), batch)
     assert called > OURS
     assert all(torch.equal(again[name], trained[name]) for name in trained)
 
@@ -114,7 +114,7 @@ def test_mapping_names_what_a_model_registers(registered):
 def test_one_layer_alone(registered):
     model = registered(build("llama"))
     where = hub_kernels.mapping(model)["RMSNorm"]
-    assert results_of(kernelized(model, {"RMSNorm": where}), batch_of("cpu"))[1] == {"rms_norm", "rms_norm_backward"}
+    assert step_results(kernelized(model, {"RMSNorm": where}), batch_of("cpu"))[1] == {"rms_norm", "rms_norm_backward"}
 
 
 def test_layers_are_what_kernels_takes(registered):
@@ -172,11 +172,11 @@ def test_what_is_not_known_runs_as_it_is(registered, monkeypatch, new_look, edit
     stock = step(registered(model), batch)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ours, called = results_of(kernelized(model), batch)
+        ours, called = step_results(kernelized(model), batch)
     assert_same(ours, stock)
     assert ("glu" in called) == (edit not in ("activation", "hook of the activation"))
-    told = [str(w.message) for w in caught if "OtherRMSNorm" in str(w.message)]
-    assert told == (
+    messages = [str(w.message) for w in caught if "OtherRMSNorm" in str(w.message)]
+    assert messages == (
         ["OtherRMSNorm: liger_ext has no layer for this code, so the class's own forward runs"] * (edit == "forward")
     )
 
@@ -190,7 +190,7 @@ def test_projections_with_lora_are_called(registered):
     model, batch = registered(stock), batch_of("cpu")
     expected = step(model, batch)
     kernelized(model.get_base_model())
-    ours, called = results_of(model, batch)
+    ours, called = step_results(model, batch)
     assert called > OURS
     assert_same(ours, expected)
 
@@ -200,7 +200,7 @@ def test_the_function_is_the_familys(registered):
     model, other, batch = registered(build("llama")), build("llama", seed=1), batch_of("cpu")
     stock = step(other, batch)
     kernelized(model)
-    ours, called = results_of(other, batch)
+    ours, called = step_results(other, batch)
     assert called == {"rope", "rope_backward"}
     assert_same(ours, stock)
 
@@ -213,7 +213,7 @@ def test_patched_and_kernelized(registered):
     first = kernelized(copy.deepcopy(stock))
     with pytest.warns(UserWarning, match="Qwen3RMSNorm has a forward of its own and is not patched"):
         handle = apply_liger_kernel_to_instance(first)
-    ours, called = results_of(first, batch)
+    ours, called = step_results(first, batch)
     assert called >= fused
     assert_same(ours, expected)
     handle.revert()
@@ -221,7 +221,7 @@ def test_patched_and_kernelized(registered):
 
     second = copy.deepcopy(stock)
     handle = apply_liger_kernel_to_instance(second)
-    ours, called = results_of(kernelized(second), batch)
+    ours, called = step_results(kernelized(second), batch)
     assert called >= fused
     assert_same(ours, expected)
     with pytest.warns(UserWarning, match="Qwen3RMSNorm was wrapped after patching"):
@@ -234,7 +234,7 @@ def test_rope_of_a_patch_where_kernels_has_made_a_module_of_it(registered, new_l
     model, batch = registered(build(family)), batch_of("cpu")
     expected = step(model, batch)
     apply_liger_kernel_to_instance(model)
-    ours, called = results_of(model, batch)
+    ours, called = step_results(model, batch)
     assert "rope" in called
     assert_same(ours, expected)
 

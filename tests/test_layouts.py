@@ -44,10 +44,10 @@ randoms = st.randoms(use_true_random=False)
 settings_here = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 
 
-def place(tensors, layout_of):
+def place(tensors, choose_layout):
     """The tensors in drawn layouts, and the guards around them."""
     guarded = Guarded()
-    return {name: guarded.place(name, t, layout_of(t.shape)) for name, t in tensors.items()}, guarded
+    return {name: guarded.place(name, t, choose_layout(t.shape)) for name, t in tensors.items()}, guarded
 
 
 def copies(tensors):
@@ -124,7 +124,7 @@ def recorded(call):
     return mode.calls
 
 
-def result_of(op, arguments):
+def call_op(op, arguments):
     """The op's outputs as a list, or the ValueError that it raises."""
     try:
         with torch.no_grad():
@@ -148,13 +148,13 @@ def test_an_op_called_directly(device, op, rng):
         tensors, guard = place(originals, lambda shape: draw_layout(rng, shape))
         unchanged = copies(tensors)
         with unwritten_memory(0x81):
-            found = result_of(overload, with_tensors(arguments, tensors))
+            found = call_op(overload, with_tensors(arguments, tensors))
         what = f"{overload}({', '.join(map(described, tensors.values()))})"
         schema = overload._schema.arguments
         assert [i for i in guard.changed() if not (schema[i].alias_info and schema[i].alias_info.is_write)] == [], what
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fake = {i: mode.from_tensor(t) for i, t in tensors.items()}
-            predicted = result_of(overload, with_tensors(arguments, fake))
+            predicted = call_op(overload, with_tensors(arguments, fake))
         if isinstance(found, ValueError):
             assert "not what the forward returned" in str(found), what
             continue
@@ -164,7 +164,7 @@ def test_an_op_called_directly(device, op, rng):
             assert (real.shape, real.dtype) == (expected.shape, expected.dtype), what
             assert significant_strides(real) == significant_strides(expected), what
         with unwritten_memory(0x7E):
-            expected = result_of(overload, with_tensors(arguments, unchanged))
+            expected = call_op(overload, with_tensors(arguments, unchanged))
         for real, like in zip(found, expected, strict=True):
             if not same_bits(real, like):
                 assert other_sums(op, device), f"other bits than contiguous copies: {what}"

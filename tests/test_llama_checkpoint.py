@@ -250,12 +250,12 @@ def replaced_function(model):
             torch.autograd.backward(result, gradient)
             return None, x.grad
 
-    def own_checkpoint(function, x):
+    def user_checkpoint(function, x):
         result = Checkpoint.apply(function, x)
         return (result,) if TRANSFORMERS < (4, 54) else result
 
     for module in model.model.layers:
-        module._gradient_checkpointing_func = own_checkpoint
+        module._gradient_checkpointing_func = user_checkpoint
 
 
 @by_layer

@@ -141,7 +141,7 @@ def test_mixed_precision(device):
     assert_as_good(result, step(stock, batch, forward), step(exact(stock), batch))
 
 
-def kept_bytes(model, batch):
+def saved_bytes(model, batch):
     """Bytes that the compiled forward saves for its backward, without parameters and buffers."""
     torch._dynamo.reset()
     held = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
@@ -171,7 +171,7 @@ def test_what_a_layer_keeps(hooks):
         for name, module in model.named_modules():
             if hooks and name.endswith(("q_proj", "up_proj")):
                 module.register_forward_hook(lambda module, arguments, result: None)
-        kept.append(kept_bytes(model, batch))
+        kept.append(saved_bytes(model, batch))
     hidden = 2 * 32 * 64 * 4
     layer_input, summand, qkv_and_output, gate_and_up = 1, 1, 4, 2 * 3
     log_sum_exp = 4 / 64  # for each head

@@ -35,7 +35,7 @@ def test_autocast(device):
         assert model.train()(**batch_of(device)).loss.dtype == torch.float32
 
 
-def norms_of(model):
+def rms_norms(model):
     return [module for module in model.modules() if type(module).__name__ == "LlamaRMSNorm"]
 
 
@@ -60,7 +60,7 @@ def test_a_head_in_fp32(device, training):
 def test_norms_in_fp32_under_autocast(device):
     """As peft.prepare_model_for_kbit_training leaves them: hidden states have the same dtypes as stock's."""
     stock = build(device=device).train()
-    in_parts(stock, norms_of(stock))
+    in_parts(stock, rms_norms(stock))
     model = patched(stock)
     with torch.autocast(device.type, torch.bfloat16):
         ours, theirs = (m(**batch_of(device), output_hidden_states=True) for m in (model, stock))

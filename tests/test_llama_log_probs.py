@@ -23,7 +23,7 @@ from llama_models import (  # noqa: F401
     step,
 )
 from test_count_rows import rows_of_the_op
-from test_zero3 import ZeRO3, linear_of_zero3
+from test_zero3 import ZeRO3, zero3_linear
 from torch import nn
 
 from liger_ext import apply_liger_kernel_to_instance, compat
@@ -89,7 +89,7 @@ BATCHES = {
 }
 
 
-def made(device, padding=False, is_shifted=False, logits_to_keep=0, **options):
+def make_inputs(device, padding=False, is_shifted=False, logits_to_keep=0, **options):
     batch = batch_of(device)
     if padding:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
@@ -106,7 +106,7 @@ def made(device, padding=False, is_shifted=False, logits_to_keep=0, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("options", BATCHES.values(), ids=BATCHES)
 def test_equals_the_logits(device, options, dtype, train):
-    judge(build(device=device, dtype=dtype).train(train), made(device, **options))
+    judge(build(device=device, dtype=dtype).train(train), make_inputs(device, **options))
 
 
 @pytest.mark.parametrize("change", ["untied", "frozen head", "frozen model", "bias"])
@@ -116,7 +116,7 @@ def test_heads(device, change):
         stock.lm_head.bias = nn.Parameter(torch.linspace(-1, 2, VOCAB, device=device))
     elif change != "untied":
         frozen(stock, "lm_head" if change == "frozen head" else "model.")
-    judge(stock, made(device))
+    judge(stock, make_inputs(device))
 
 
 @pytest.mark.parametrize("chunk", [False, True], ids=["at once", "in chunks"])
@@ -146,7 +146,7 @@ def test_hooks_on_the_head_run(device):
     model, seen = patched(stock), []
     for of in (stock, model):
         of.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.shape) or output * 2)
-    judge(stock, made(device), model)
+    judge(stock, make_inputs(device), model)
     assert (3, 11, VOCAB) in seen
 
 
@@ -159,8 +159,8 @@ def test_with_logits(device):
         torch.testing.assert_close(output.logits, stock(batch["input_ids"]).logits, rtol=1e-4, atol=1e-5)
         return output.loss, output.log_probs, output.entropy
 
-    judge(stock, made(device, temperature=0.7), patched(stock), run)
-    judge(stock.eval(), made(device), patched(stock), run)
+    judge(stock, make_inputs(device, temperature=0.7), patched(stock), run)
+    judge(stock.eval(), make_inputs(device), patched(stock), run)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -168,7 +168,7 @@ def test_gradient_checkpointing(device, use_reentrant):
     stock = build(device=device).train()
     model = patched(stock)
     checkpoint_layers(model, use_reentrant)
-    judge(stock, made(device), model)
+    judge(stock, make_inputs(device), model)
 
 
 @pytest.mark.parametrize("temperatures", [(0.7,), slow_if(True, (1.0, 0.7, 0.6))], ids=str)
@@ -177,7 +177,7 @@ def test_compiled(device, temperatures):
     stock = build(device=device, num_hidden_layers=1).train()
     compiled = torch.compile(lambda m, **b: asked_for(m, **b), backend="aot_eager", fullgraph=True)
     for temperature in temperatures:
-        judge(stock, made(device, temperature=temperature), patched(stock), compiled)
+        judge(stock, make_inputs(device, temperature=temperature), patched(stock), compiled)
 
 
 def test_autocast(device):
@@ -189,13 +189,13 @@ def test_autocast(device):
             return run(model, **batch)
 
     ours, theirs = (functools.partial(under, run) for run in (asked_for, from_logits))
-    assert_all_as_good(stock, made(device), patched(stock), ours, theirs)
+    assert_all_as_good(stock, make_inputs(device), patched(stock), ours, theirs)
 
 
 def test_logits_dtype(device):
     """It sets the dtype of the head's matmul, and is refused where the head's module computes the logits, and where no
     log-probabilities are requested."""
-    model, batch = patched(build(device=device).train().to(torch.bfloat16)), made(device)
+    model, batch = patched(build(device=device).train().to(torch.bfloat16)), make_inputs(device)
     narrow, wide = (model(**batch, return_log_probs=True, logits_dtype=of) for of in (None, torch.float32))
     with torch.no_grad():
         hidden = model.model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"))[0]
@@ -230,9 +230,9 @@ def test_the_head_runs_once_on_rows_that_count(device, train):
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 def test_zero_stage_3(monkeypatch, tied):
     """The backward, for the gradient of the entropy, gathers the head again instead of holding it until then."""
-    monkeypatch.setattr(nn.functional, "linear", linear_of_zero3())
+    monkeypatch.setattr(nn.functional, "linear", zero3_linear())
     stock = build(num_hidden_layers=1, tie_word_embeddings=tied).train()
-    model, batch = patched(stock), made("cpu", use_cache=False)
+    model, batch = patched(stock), make_inputs("cpu", use_cache=False)
     expected = step(stock, batch, functools.partial(objective, from_logits))
     zero = ZeRO3(model)
     zero.model = lambda **batch: types.SimpleNamespace(**objective(asked_for, model, **batch))
@@ -244,7 +244,7 @@ def test_zero_stage_3(monkeypatch, tied):
 
 def test_what_is_returned(device):
     """The output has the requested results, and in eval mode a cache of keys and values."""
-    model, batch = patched(build(device=device).eval()), made(device)
+    model, batch = patched(build(device=device).eval()), make_inputs(device)
     output = model(**batch, return_log_probs=True)
     cache = "cache" if TRANSFORMERS >= (5, 24) else "past_key_values"
     assert list(output) == ["loss", cache, "log_probs"] and output.entropy is None
@@ -266,7 +266,7 @@ def test_what_is_returned(device):
 
 @pytest.mark.parametrize("skip_logits", [None, False])
 def test_accuracy(device, skip_logits):
-    model, batch = patched(build(device=device).train()), made(device)
+    model, batch = patched(build(device=device).train()), make_inputs(device)
     likely = model(batch["input_ids"]).logits.argmax(-1)
     batch["labels"][1:, 1:7] = likely[1:, :6]  # the most likely token of 12 of 26 positions
     options = dict(return_token_accuracy=True, skip_logits=skip_logits)
@@ -277,7 +277,7 @@ def test_accuracy(device, skip_logits):
 
 
 def test_neutral_options_of_the_loss(device):
-    model, batch = patched(build(device=device).train()), made(device)
+    model, batch = patched(build(device=device).train()), make_inputs(device)
     neutral = dict(label_smoothing=0.0, lse_square_scale=0.0, ce_weight=None, return_predicted_tokens=False)
     expected = model(**batch, return_log_probs=True)
     assert torch.equal(model(**batch, **neutral, return_log_probs=True).log_probs, expected.log_probs)
@@ -303,17 +303,17 @@ WRONG = [
 @pytest.mark.parametrize("options, error, message", WRONG, ids=lambda value: str(value)[:40])
 def test_errors(options, error, message, skip_logits):
     with pytest.raises(error, match=message):
-        patched(build())(**made("cpu") | ASKED | options, skip_logits=skip_logits)
+        patched(build())(**make_inputs("cpu") | ASKED | options, skip_logits=skip_logits)
 
 
 def test_a_loss_of_the_users_own(device):
     """It receives the temperature as before; log-probabilities are refused."""
     model, given = patched(build(device=device).train()), {}
     model.loss_function = lambda logits, labels, **options: given.update(options) or logits.mean()
-    model(**made(device), temperature=2.0)
+    model(**make_inputs(device), temperature=2.0)
     assert given["temperature"] == 2.0
     with pytest.raises(ValueError, match="loss_function is the user's own"):
-        model(**made(device), return_log_probs=True)
+        model(**make_inputs(device), return_log_probs=True)
 
 
 def test_under_the_name_liger_kernel(device):
@@ -321,7 +321,7 @@ def test_under_the_name_liger_kernel(device):
     with compat.install():
         from liger_kernel.transformers import apply_liger_kernel_to_llama, functional
 
-        model, batch = build(device=device).train(), made(device)
+        model, batch = build(device=device).train(), make_inputs(device)
         expected = from_logits(model, **batch)
         apply_liger_kernel_to_llama(model=model)
         found = model(**batch, **ASKED)

@@ -32,7 +32,7 @@ def test_inputs_that_wait_on_the_host(make, use_reentrant, small_inputs):
 @pytest.mark.cuda
 @by_layer
 def test_what_waits_on_the_host_is_not_on_the_gpu(small_inputs):
-    def kept(memory: str, layers: int) -> int:
+    def saved(memory: str, layers: int) -> int:
         model = checkpointed(build(device="cuda", num_hidden_layers=layers).train(), False)
         model, batch = patched(model, memory=memory), batch_of("cuda", 4, 64)
         model(**batch).loss.backward()
@@ -40,9 +40,9 @@ def test_what_waits_on_the_host_is_not_on_the_gpu(small_inputs):
         loss = model(**batch).loss
         return torch.cuda.memory_allocated() - before + 0 * loss.item()
 
-    of_a_layer = 4 * 64 * 64 * 4
-    assert kept("low", 6) - kept("low", 3) == 3 * of_a_layer
-    assert kept("min", 6) - kept("min", 3) == 0
+    layer_bytes = 4 * 64 * 64 * 4
+    assert saved("low", 6) - saved("low", 3) == 3 * layer_bytes
+    assert saved("min", 6) - saved("min", 3) == 0
 
 
 @pytest.mark.cuda

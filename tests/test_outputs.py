@@ -136,11 +136,11 @@ def test_truncated_backpropagation(device, family):
     model = patched(stock) if family == "llama" else family_models.patched(stock)
     batch = batch_of(device, seq=12)
 
-    def losses(of: nn.Module, **options) -> list[float]:
+    def losses(model: nn.Module, **options) -> list[float]:
         past, found = None, []
         for columns in (slice(0, 6), slice(6, 12)):
             part = {name: value[:, columns] for name, value in batch.items()}
-            output = of(**part, past_key_values=past, **options)
+            output = model(**part, past_key_values=past, **options)
             past = output.past_key_values
             found.append(output.loss.item())
         return found

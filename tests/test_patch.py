@@ -153,12 +153,12 @@ def test_a_failing_constructor_leaves_nothing_behind():
     assert global_state() == before
 
 
-LOSS_OF_LOGITS = dict(cross_entropy=True, fused_linear_cross_entropy=False)
+LOGITS_LOSS = dict(cross_entropy=True, fused_linear_cross_entropy=False)
 
 
 def test_a_loss_that_was_set_since_is_kept():
     model = build()
-    handle = apply_liger_kernel_to_llama(model=model, **LOSS_OF_LOGITS)
+    handle = apply_liger_kernel_to_llama(model=model, **LOGITS_LOSS)
     model.loss_function = len
     handle.revert()
     assert model.loss_function is len
@@ -183,7 +183,7 @@ def test_a_constructor_wrapped_by_others_stays_wrapped(monkeypatch):
     modeling_llama.LlamaModel.__init__ = ours.__wrapped__
 
 
-@pytest.mark.parametrize("options", [{}, LOSS_OF_LOGITS], ids=["", "loss of logits"])
+@pytest.mark.parametrize("options", [{}, LOGITS_LOSS], ids=["", "loss of logits"])
 def test_a_handle_keeps_no_model_alive(options):
     model = build()
     handle = apply_liger_kernel_to_llama(model=model, **options)
@@ -194,7 +194,7 @@ def test_a_handle_keeps_no_model_alive(options):
     handle.revert()
 
 
-class OwnForward(LlamaForCausalLM):
+class OverriddenForward(LlamaForCausalLM):
     def forward(self, *args, **kwargs):
         output = super().forward(*args, **kwargs)
         output.loss = output.loss * 2
@@ -212,11 +212,11 @@ class NoForward(LlamaForCausalLM):
 
 def test_subclasses():
     torch.manual_seed(0)
-    model = OwnForward(config()).train()
+    model = OverriddenForward(config()).train()
     expected = model(**batch_of("cpu")).loss
-    with pytest.warns(UserWarning, match="OwnForward has a forward of its own and is not patched"):
+    with pytest.warns(UserWarning, match="OverriddenForward has a forward of its own and is not patched"):
         handle = apply_liger_kernel_to_llama(model=model)
-    assert type(model) is OwnForward
+    assert type(model) is OverriddenForward
     assert is_patched(model)  # its layers are patched
     torch.testing.assert_close(model(**batch_of("cpu")).loss, expected)
     handle.revert()

@@ -16,13 +16,13 @@ from liger_ext import apply_liger_kernel_to_llama
 from liger_ext.models import llama
 
 
-def classes_of_ours(model):
+def patched_class_names(model):
     return {
         type(module).__name__ for module in model.modules() if type(module).__module__.startswith("liger_ext.models.")
     }
 
 
-def patched_without(name):
+def expected_names(name):
     """Names of our classes when `name` is not patched; only a patched LlamaForCausalLM needs a patched head."""
     return set(PATCHED) - {name} | ({"Linear"} if name != "LlamaForCausalLM" else set())
 
@@ -52,14 +52,14 @@ def test_a_replaced_forward_is_called(monkeypatch, name, decorate):
     ) as w:
         handle = apply_liger_kernel_to_llama(model=model)
     assert len(w) == 1
-    assert classes_of_ours(model) == patched_without(name)
+    assert patched_class_names(model) == expected_names(name)
     calls.clear()
     with RecordCalls() as record:
         model(**batch_of("cpu")).loss.backward()
     assert len(calls) == expected > 0
     assert record.calls  # the other classes are patched
     handle.revert()
-    assert not classes_of_ours(model)
+    assert not patched_class_names(model)
 
 
 def test_a_replaced_class_stays_as_it_is(monkeypatch):
@@ -77,7 +77,7 @@ def test_a_replaced_class_stays_as_it_is(monkeypatch):
     model, batch = build().train(), batch_of("cpu")
     expected = model(**batch).loss
     with apply_liger_kernel_to_llama(model=model):
-        assert classes_of_ours(model) == patched_without("LlamaMLP")
+        assert patched_class_names(model) == expected_names("LlamaMLP")
         torch.testing.assert_close(model(**batch).loss, expected)
 
 
@@ -107,7 +107,7 @@ def test_a_replaced_rope_is_called(monkeypatch):
         apply_liger_kernel_to_llama(model=model)
     model(tokens(1, 4))
     assert len(calls) == 2
-    assert classes_of_ours(model) == patched_without("LlamaAttention")
+    assert patched_class_names(model) == expected_names("LlamaAttention")
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

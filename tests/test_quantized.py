@@ -49,7 +49,7 @@ class Int8LinearSubclass(nn.Linear):
     forward = Int8Linear.forward
 
 
-def of_class(cls):
+def quantise_with(cls):
     def quantise(model: nn.Module, names) -> nn.Module:
         for path, module in list(model.named_modules()):
             if isinstance(module, nn.Linear) and path.rpartition(".")[2] in names:
@@ -69,7 +69,7 @@ def bnb_4bit(model: nn.Module, names) -> nn.Module:
         made.load_state_dict(linear.state_dict())
         return made.to(linear.weight.device)
 
-    return of_class(make)(model, names)
+    return quantise_with(make)(model, names)
 
 
 def bnb_8bit(model: nn.Module, names) -> nn.Module:
@@ -80,7 +80,7 @@ def bnb_8bit(model: nn.Module, names) -> nn.Module:
         made.load_state_dict(linear.state_dict())
         return made.to(linear.weight.device)
 
-    return of_class(make)(model, names)
+    return quantise_with(make)(model, names)
 
 
 def torchao(config):
@@ -102,8 +102,8 @@ def float8(model: nn.Module, names) -> nn.Module:
 
 
 KINDS = {
-    "module": of_class(Int8Linear),
-    "subclass": of_class(Int8LinearSubclass),
+    "module": quantise_with(Int8Linear),
+    "subclass": quantise_with(Int8LinearSubclass),
     "bitsandbytes 4 bit": bnb_4bit,
     "bitsandbytes 8 bit": bnb_8bit,
     "torchao int8": torchao("Int8WeightOnlyConfig"),
@@ -113,14 +113,14 @@ kinds = pytest.mark.parametrize("quantise", KINDS.values(), ids=KINDS)
 
 
 # On a GPU, float8 matmuls need sizes that are multiples of 16, also the number of tokens of a batch.
-VOCAB_OF_FLOAT8 = -(-VOCAB // 16) * 16
+FLOAT8_VOCAB = -(-VOCAB // 16) * 16
 
 
 def both(order, quantise, dtype, device, names, change=None, **options) -> list[nn.Module]:
     """A stock model and a patched one with the same quantised weights."""
     models = []
     for is_patched in (False, True):
-        model = build(dtype=dtype, device=device, tie_word_embeddings=False, vocab_size=VOCAB_OF_FLOAT8)
+        model = build(dtype=dtype, device=device, tie_word_embeddings=False, vocab_size=FLOAT8_VOCAB)
         if is_patched and order == "patch, quantise":
             apply_liger_kernel_to_llama(model=model, **options)
         model = (change or (lambda m: m))(quantise(model, names))

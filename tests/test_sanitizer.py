@@ -27,10 +27,10 @@ def test_small(device, example, dtype):
     assert all(g.isfinite().all() for g in gradients(example, example.arguments(device, dtype)))
 
 
-def assert_finite(op, made):
+def assert_finite(op, inputs):
     """Asserts that the gradients of a call are finite."""
-    outputs = differentiable_outputs(OPS[op].run(**made))
-    found = torch.autograd.grad([t.float().sum() for t in outputs], tensor_leaves(made))
+    outputs = differentiable_outputs(OPS[op].run(**inputs))
+    found = torch.autograd.grad([t.float().sum() for t in outputs], tensor_leaves(inputs))
     assert all(g.isfinite().all() for g in found)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import RecordCalls
 from llama_models import build, one_thread  # noqa: F401
-from test_trl import TEXTS, of_trl, tokenizer, trained  # noqa: F401
+from test_trl import TEXTS, ignores_trl_warnings, tokenizer, trained  # noqa: F401
 
 import liger_ext
 
@@ -32,7 +32,7 @@ def halves(text, other):
     return {"prompt": text[: len(text) // 2], "chosen": text[len(text) // 2 :], "rejected": other[len(other) // 3 :]}
 
 
-def rows_of(kind):
+def dataset_rows(kind):
     others = TEXTS[1:] + TEXTS[:1]
     pairs = [halves(text, other) for text, other in zip(TEXTS, others, strict=True)]
     if kind == "SFT":
@@ -64,7 +64,7 @@ def run(tmp_path, tokenizer):  # noqa: F811
         torch.manual_seed(7)
         model.save_pretrained(tmp_path / "reference")  # trainers load it as their reference
         model.config._name_or_path = str(tmp_path / "reference")
-        data = datasets.Dataset.from_list(rows_of(kind))
+        data = datasets.Dataset.from_list(dataset_rows(kind))
         given = {"reward_funcs": rewards} if kind in ("GRPO", "RLOO") else {}
         given.update({"peft_config": lora()} if peft else {})
         with install() if ours else contextlib.nullcontext(), RecordCalls() as calls:
@@ -92,7 +92,7 @@ TRAINERS = {
 }
 
 
-@of_trl
+@ignores_trl_warnings
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINERS)
 def test_a_trainer(run, device, name):

@@ -29,7 +29,7 @@ first = pytest.mark.parametrize("patch_first", [True, False], ids=["patch first"
 tied = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 
 
-def made(patch_first, change, **options) -> nn.Module:
+def build_patched(patch_first, change, **options) -> nn.Module:
     """A model that is patched before or after `change`, which may return another model."""
     model = build(**options)
     if patch_first:
@@ -112,7 +112,7 @@ def dispatch(model, device, folder):
 def test_offloaded(device, tmp_path, offload, trains, patch_first):
     """accelerate loads weights when a module is called: code that reads them without a call reads no values."""
     stock = build(device=device, tie_word_embeddings=False).train(trains)
-    model = made(patch_first, lambda m: offload(m.train(trains), device, tmp_path), tie_word_embeddings=False)
+    model = build_patched(patch_first, lambda m: offload(m.train(trains), device, tmp_path), tie_word_embeddings=False)
     assert model.lm_head.weight.is_meta
     with torch.no_grad():
         expected, found = stock(**batch_of(device)), model(**batch_of(device))
@@ -131,7 +131,7 @@ def test_two_gpus(tied, patch_first):
     places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0, "model.layers.1": 1}
     places.update({"model.norm": 1, "lm_head": 0 if tied else 1})
     stock = build(device="cuda", tie_word_embeddings=tied).train()
-    model = made(patch_first, lambda m: accelerate.dispatch_model(m, places), tie_word_embeddings=tied)
+    model = build_patched(patch_first, lambda m: accelerate.dispatch_model(m, places), tie_word_embeddings=tied)
     assert model.model.layers[1].mlp.up_proj.weight.device.index == 1
     assert_close(step(model.train(), batch_of("cuda")), step(stock, batch_of("cuda")))
 
@@ -160,12 +160,12 @@ COPIES = [averaged, copy.deepcopy, through_a_state, through_a_file]
 
 
 @tied
-@pytest.mark.parametrize("made_of", COPIES, ids=["EMA", "deepcopy", "state", "file"])
-def test_copies(device, made_of, tied):
+@pytest.mark.parametrize("copy_model", COPIES, ids=["EMA", "deepcopy", "state", "file"])
+def test_copies(device, copy_model, tied):
     """A copy trains like the stock model, and changes to the original do not affect it."""
     stock = build(device=device, tie_word_embeddings=tied).train()
     model = patched(stock)
-    copied = made_of(model).to(device)
+    copied = copy_model(model).to(device)
     assert (copied.lm_head.weight is copied.model.embed_tokens.weight) is tied
     with torch.no_grad():
         for parameter in model.parameters():
@@ -187,7 +187,7 @@ def test_average_of_two_models(device):
     assert abs(losses[1] - stock(**batch_of(device)).loss) > 1e-3
 
 
-def of_queue(queue, results):
+def run_from_queue(queue, results):
     torch.set_num_threads(1)
     model = queue.get()
     loss = model(**batch_of("cpu")).loss
@@ -203,7 +203,7 @@ def test_sent_to_another_process():
     context = torch.multiprocessing.get_context("spawn")
     queue, results = context.Queue(), context.Queue()
     model = patched(build(tie_word_embeddings=False).train()).share_memory()  # torch would send tied weights twice
-    process = context.Process(target=of_queue, args=(queue, results))
+    process = context.Process(target=run_from_queue, args=(queue, results))
     process.start()
     queue.put(model)
     loss, norm, module, shared = results.get(timeout=100)
@@ -287,7 +287,7 @@ def test_weights_that_are_computed(device, rewrite, where, patch_first):
             if path.endswith(where):
                 rewrite(module)
 
-    models = [build(tie_word_embeddings=False), made(patch_first, change, tie_word_embeddings=False)]
+    models = [build(tie_word_embeddings=False), build_patched(patch_first, change, tie_word_embeddings=False)]
     change(models[0])
     stock, model = (m.to(device) for m in models)
     for each in (stock, model):

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 DEEPSPEEDS = "deepspeed.runtime.zero.parameter_offload"  # DeepSpeed's module that defines its hooks
 
 
-def of_deepspeed(hook):
+def deepspeed_hook(hook):
     hook.__module__ = DEEPSPEEDS
     return hook
 
@@ -90,10 +90,10 @@ class ZeRO3:
 
         class AfterBackward(torch.autograd.Function):
             @staticmethod
-            def forward(ctx, given):
+            def forward(ctx, value):
                 nonlocal waiting
-                waiting += given.requires_grad
-                return given.detach()
+                waiting += value.requires_grad
+                return value.detach()
 
             @staticmethod
             def backward(ctx, gradient):
@@ -103,20 +103,20 @@ class ZeRO3:
                     self.release(own)
                 return gradient
 
-        @of_deepspeed
+        @deepspeed_hook
         def before(module, inputs):
             self.running.append(list(own))
             self.gather(own)
 
-        @of_deepspeed
+        @deepspeed_hook
         def behind(module, inputs, output):
             self.release(self.running.pop())
 
-        @of_deepspeed
+        @deepspeed_hook
         def mark_outputs(module, inputs, output):
             return map_tensors(BeforeBackward.apply, output)
 
-        @of_deepspeed
+        @deepspeed_hook
         def mark_inputs(module, inputs):
             nonlocal waiting
             waiting = 0
@@ -160,7 +160,7 @@ class ZeRO3:
         return found, between, self.alive()
 
 
-class LinearOfZeRO3(torch.autograd.Function):
+class ZeRO3Linear(torch.autograd.Function):
     """DeepSpeed's linear function, which saves the parameter, so that the backward reads its current data."""
 
     @staticmethod
@@ -176,11 +176,11 @@ class LinearOfZeRO3(torch.autograd.Function):
         return dout @ weight, rows.t() @ x.flatten(0, -2), rows.sum(0) if ctx.has_bias else None
 
 
-def linear_of_zero3(module="deepspeed.runtime.zero.linear"):
+def zero3_linear(module="deepspeed.runtime.zero.linear"):
     def linear(x, weight, bias=None):
-        return LinearOfZeRO3.apply(x, weight, bias)
+        return ZeRO3Linear.apply(x, weight, bias)
 
-    names = {"__name__": module, "LinearOfZeRO3": LinearOfZeRO3}
+    names = {"__name__": module, "ZeRO3Linear": ZeRO3Linear}
     return types.FunctionType(linear.__code__, names, argdefs=linear.__defaults__)
 
 
@@ -188,7 +188,7 @@ def linear_of_zero3(module="deepspeed.runtime.zero.linear"):
 def linear(request, monkeypatch):
     """`zero.Init` replaces torch's linear function by its own, permanently."""
     if request.param:
-        monkeypatch.setattr(nn.functional, "linear", linear_of_zero3())
+        monkeypatch.setattr(nn.functional, "linear", zero3_linear())
 
 
 def batch_of():
@@ -308,7 +308,7 @@ def test_stages_1_and_2(takes_gradients, memory, adapted):
 
 def test_another_linear_of_all_is_obeyed(monkeypatch):
     """A function from an unknown library must be called, because it may compute another result."""
-    monkeypatch.setattr(nn.functional, "linear", linear_of_zero3("deepspeed.elsewhere"))
+    monkeypatch.setattr(nn.functional, "linear", zero3_linear("deepspeed.elsewhere"))
     with RecordCalls() as record:
         family_models.patched(build(**SMALL).train())(**batch_of())
     assert "fused_linear_cross_entropy" not in record.names

@@ -95,7 +95,7 @@ class Worker:
     def calls_run(self) -> int:
         return (min(self.number(), self.args.calls) - self.first + self.step - 1) // self.step
 
-    def death(self, hung: bool) -> dict[str, Any]:
+    def end_finding(self, hung: bool) -> dict[str, Any]:
         """Returns the finding for a worker that crashed or hung."""
         code = self.process.wait()
         self.errors.seek(0)
@@ -139,12 +139,12 @@ def drive(args: Any, show: Callable[[str], None]) -> Report:
                     note(found)
                     continue
                 waiting.unregister(key.fileobj)
-                again(key.data, note, waiting, hung=False)
+                restart(key.data, note, waiting, hung=False)
             for worker in workers:
                 if worker.process.poll() is None and worker.hangs():
                     waiting.unregister(worker.process.stdout)
                     worker.process.kill()
-                    again(worker, note, waiting, hung=True)
+                    restart(worker, note, waiting, hung=True)
             report.calls, report.seconds = sum(w.calls_run() for w in workers), time.monotonic() - begin
             if time.monotonic() - shown > args.progress:
                 shown = time.monotonic()
@@ -157,12 +157,14 @@ def drive(args: Any, show: Callable[[str], None]) -> Report:
     return report
 
 
-def again(worker: Worker, note: Callable[[dict[str, Any]], None], waiting: selectors.BaseSelector, hung: bool) -> None:
+def restart(
+    worker: Worker, note: Callable[[dict[str, Any]], None], waiting: selectors.BaseSelector, hung: bool
+) -> None:
     """Restarts a worker that has ended, and notes a finding if it crashed or hung."""
     worker.process.wait()
     behind = worker.number()
     if worker.process.returncode != 0 or hung:
-        note(worker.death(hung))
+        note(worker.end_finding(hung))
         behind += worker.step
     if behind < worker.args.calls:
         worker.begin(behind)
