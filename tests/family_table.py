@@ -5,7 +5,7 @@ the source of its version 0.8.2."""
 import torch
 from cases import RecordCalls
 from family_models import LAYERS, OPTIONS, build, patched, set_experts
-from llama_models import batch_of
+from llama_models import make_batch
 from transformers import CONFIG_MAPPING
 
 HEAD = """\
@@ -57,7 +57,7 @@ def row(family: str) -> str:
     model = patched(build(family, output_router_logits=False))
     set_experts(model, "grouped_mm")
     with RecordCalls() as record:
-        loss = model(**batch_of("cpu")).loss
+        loss = model(**make_batch("cpu")).loss
         nodes = _node_names(loss)
         loss.backward()
     found = {name.removesuffix("_backward") for name in record.names} | nodes

@@ -97,7 +97,7 @@ def lora(model: nn.Module, **options: Any) -> nn.Module:
     return model
 
 
-def batch_of(device: Any, rows: int = 3, seq: int = 11, seed: int = 1) -> dict[str, Tensor]:
+def make_batch(device: Any, rows: int = 3, seq: int = 11, seed: int = 1) -> dict[str, Tensor]:
     ids = tokens(rows, seq, device=device, seed=seed)
     labels = ids.clone()
     labels[0, :4] = -100

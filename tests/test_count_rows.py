@@ -10,7 +10,7 @@ import torch
 from cases import RecordCalls, random_targets
 from hypothesis import given
 from hypothesis import strategies as st
-from llama_models import assert_as_good, batch_of, build, compare, patched, step
+from llama_models import assert_as_good, build, compare, make_batch, patched, step
 from test_cross_entropy import loss_options
 from test_fused_linear_cross_entropy import head
 
@@ -300,7 +300,7 @@ def test_max_rows_of_a_model(device, compiled):
 
 def instruction(device, batch=4, seq=64, share=0.6, **options):
     """Returns a batch with labels only at the end of each sequence."""
-    made = batch_of(device, batch, seq)
+    made = make_batch(device, batch, seq)
     made["labels"] = made["input_ids"].clone()
     made["labels"][:, : int(share * seq)] = -100
     return made | options

@@ -28,8 +28,8 @@ from family_models import (  # noqa: F401
 from llama_models import (  # noqa: F401
     TRANSFORMERS,
     assert_as_good,
-    batch_of,
     checkpoint_layers,
+    make_batch,
     one_thread,
     step,
     tokens,
@@ -113,7 +113,7 @@ MODES += [("train", torch.bfloat16), ("eval", torch.bfloat16)]
 @pytest.mark.parametrize("mode, dtype", MODES, ids=lambda value: str(value).rpartition(".")[2])
 def test_equals_stock(device, family, mode, dtype):
     model = build(family, device, dtype, **(all_experts(family) if dtype is torch.bfloat16 else {}))
-    batch = batch_of(device)
+    batch = make_batch(device)
     if mode == "padded":
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
         batch["attention_mask"][1, 7:] = 0
@@ -152,7 +152,7 @@ def test_norms_in_another_dtype(device, family):
 def test_logits_beside_the_loss(device, family):
     """A family's changes of its logits (softcap, factors) apply to the loss with options, with logits and without."""
     model = build(family, device)
-    ours, batch, reference = patched(model), batch_of(device), copy.deepcopy(model).double()
+    ours, batch, reference = patched(model), make_batch(device), copy.deepcopy(model).double()
     options = dict(label_smoothing=0.1, return_token_accuracy=True)
     stock, exact = (m(**batch).logits for m in (model, reference))
     shifted = nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].flatten()
@@ -179,7 +179,7 @@ def test_experts_that_are_modules():
 @pytest.mark.parametrize("output_router_logits", [None, True, False])
 def test_the_experts_balance(device, family, output_router_logits):
     model = build(family, device)
-    ours, batch = patched(model), batch_of(device)
+    ours, batch = patched(model), make_batch(device)
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     batch["attention_mask"][2, 8:] = 0
     stock = model(**batch, output_router_logits=output_router_logits)
@@ -198,7 +198,7 @@ def test_the_experts_balance(device, family, output_router_logits):
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_a_class_of_the_users(device, family):
     """A class derived from the patch, as FSDP2 creates them, works and its outputs can be pickled."""
-    ours, batch = patched(build(family, device)), batch_of(device)
+    ours, batch = patched(build(family, device)), make_batch(device)
     expected = ours(**batch, output_router_logits=True)
     ours.__class__ = type("Derived", (type(ours),), {})
     torch.testing.assert_close(ours(**batch, output_router_logits=True).loss, expected.loss, rtol=0, atol=0)
@@ -290,7 +290,7 @@ def test_saved_and_copied(family, tmp_path):
     assert [type(m) for m in pickle.loads(pickle.dumps(model)).modules()] == classes
     torch.save(model, tmp_path / "model.pt")
     loaded = torch.load(tmp_path / "model.pt", weights_only=False)
-    batch = batch_of("cpu")
+    batch = make_batch("cpu")
     torch.testing.assert_close(loaded(**batch).loss, model(**batch).loss, rtol=0, atol=0)
     model.save_pretrained(tmp_path / "folder")
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "folder").train()
@@ -308,7 +308,7 @@ def test_models_that_are_built_later(family):
         {type(m).__module__.partition(".")[0] for m in m.modules()} for m in (model, stock, build(family))
     )
     assert "liger_ext" in ours and "liger_ext" not in theirs | later
-    batch = batch_of("cpu")
+    batch = make_batch("cpu")
     torch.testing.assert_close(model(**batch).loss, stock(**batch).loss)
     with pytest.raises(TypeError, match=r"rms_norm is 3, of .* expected Python's True or False"):
         apply(rms_norm=3)
@@ -329,7 +329,7 @@ def test_compiled(device, family, dynamic):
         windows["rope_scaling"] = None  # transformers' longrope does not compile
     layers = 2 if family in ("gemma2", "llama4_text") else 1  # two kinds of layers
     model = build(family, device, num_hidden_layers=layers, layer_types=None, **windows)
-    ours, batch = patched(model), batch_of(device)
+    ours, batch = patched(model), make_batch(device)
     compiled = torch.compile(lambda m, **b: m(**b), backend="aot_eager", fullgraph=True, dynamic=dynamic)
     with sdpa_kernel(SDPBackend.MATH):  # else graph and eager code select different attention kernels
         assert_as_good(step(ours, batch, compiled), step(model, batch), step(copy.deepcopy(model).double(), batch))

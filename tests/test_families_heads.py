@@ -21,7 +21,7 @@ from family_models import build as build_family
 from llama_models import (
     TRANSFORMERS,
     assert_as_good,
-    batch_of,
+    make_batch,
     one_thread,  # noqa: F401
     randomised,
     step,
@@ -126,7 +126,7 @@ def build_model(model_type, device="cpu", dtype=torch.float32, **options):
 @pytest.mark.parametrize("model_type", MODELS)
 def test_equals_stock(device, model_type, dtype):
     model = build_model(model_type, device, dtype)
-    batches = [batch_of(device, seed=seed) for seed in range(1, 9 if model_type in SMALL_PARAMETERS else 2)]
+    batches = [make_batch(device, seed=seed) for seed in range(1, 9 if model_type in SMALL_PARAMETERS else 2)]
     if dtype is torch.bfloat16:
         freeze_few(model)
     ours, reference = patched(model), copy.deepcopy(model).double()
@@ -147,7 +147,7 @@ def assert_close(found, expected):
 def test_logits_and_what_else_is_returned(device, model_type):
     """Logits and all other outputs equal transformers', dtypes included: with and without labels, and as a tuple."""
     model = build_model(model_type, device)
-    ours, batch = patched(model), batch_of(device)
+    ours, batch = patched(model), make_batch(device)
     options = dict(output_hidden_states=True, use_cache=True)
     for given in (batch, {"input_ids": batch["input_ids"]}):
         found, expected = ours(**given, **options, skip_logits=False), model(**given, **options)
@@ -168,7 +168,7 @@ def test_logits_and_what_else_is_returned(device, model_type):
 def test_arguments_by_their_place(device, model_type):
     """Positional arguments reach their parameters. return_dict is one of them, except for GPT-J from transformers 5.24
     on."""
-    model, batch = build_model(model_type, device), batch_of(device)
+    model, batch = build_model(model_type, device), make_batch(device)
     parameters = inspect.signature(model.forward).parameters
     given = {name: batch.get(name, p.default) for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
     options = dict(return_dict=False, use_cache=False)
@@ -183,7 +183,7 @@ def test_arguments_by_their_place(device, model_type):
 @pytest.mark.parametrize("model_type", ["afmoe", "dbrx", "granitemoe", "jetmoe"])
 def test_what_the_routers_say(device, model_type, output_router_logits):
     """All models but the first add the loss that balances the experts' load."""
-    model, batch = build_model(model_type, device), batch_of(device)
+    model, batch = build_model(model_type, device), make_batch(device)
     for name in ("router_aux_loss_coef", "aux_loss_coef"):
         if hasattr(model, name):
             setattr(model, name, 0.5)
@@ -230,7 +230,7 @@ def test_is_undone(model_type):
 @pytest.mark.parametrize("model_type", ["bloom", "gpt_neox", "mamba", "opt"])
 def test_compiled(device, model_type):
     torch._dynamo.reset()
-    model, batch = build_model(model_type, device), batch_of(device)
+    model, batch = build_model(model_type, device), make_batch(device)
     compiled = torch.compile(lambda m, **b: m(**b), backend="aot_eager", fullgraph=True)
     with sdpa_kernel(SDPBackend.MATH):  # else graph and eager code select different attention kernels
         assert_same(step(patched(model), batch, compiled), step(model, batch))
@@ -239,7 +239,7 @@ def test_compiled(device, model_type):
 @pytest.mark.parametrize("model_type", MODELS)
 def test_pickled(model_type):
     model = patched(build_model(model_type))
-    loaded, batch = pickle.loads(pickle.dumps(model)), batch_of("cpu")
+    loaded, batch = pickle.loads(pickle.dumps(model)), make_batch("cpu")
     assert [type(m) for m in loaded.modules()] == [type(m) for m in model.modules()]
     found, expected = (m(**batch) for m in (loaded, model))
     torch.testing.assert_close(found.loss, expected.loss, rtol=0, atol=0)
@@ -249,7 +249,7 @@ def test_pickled(model_type):
 def test_a_loss_of_all_logits(device):
     """Bamba's loss with a z-loss coefficient has a term of all logits, so the head computes logits."""
     model = build_model("bamba", device, z_loss_coefficient=0.5)
-    ours, batch = patched(model), batch_of(device)
+    ours, batch = patched(model), make_batch(device)
     found, expected = step(ours, batch), step(model, batch)
     assert "logits" in found and expected["loss"] > step(build_model("bamba", device), batch)["loss"] + 1
     assert_same(found, expected)
@@ -258,7 +258,7 @@ def test_a_loss_of_all_logits(device):
 def test_what_a_model_does_not_take_it_does_not_get(device):
     """Arguments that the model does not accept reach only the loss, as in transformers' head of BLOOM."""
     model = build_model("bloom", device)
-    batch = batch_of(device) | dict(num_items_in_batch=7, of_the_users_own=None)
+    batch = make_batch(device) | dict(num_items_in_batch=7, of_the_users_own=None)
     torch.testing.assert_close(patched(model)(**batch).loss, model(**batch).loss)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from cases import python
 from family_models import new_look  # noqa: F401
-from llama_models import TRANSFORMERS, batch_of, build, patched
+from llama_models import TRANSFORMERS, build, make_batch, patched
 from mutations import find_class, mutants, texts
 from torch import nn
 from transformers import activations
@@ -280,10 +280,10 @@ def test_edits_after_the_first_patch(monkeypatch, edit):
     else:
         monkeypatch.setattr(loss_utils.fixed_cross_entropy, "__code__", halved.__code__)
     stock = build().train()
-    expected = stock(**batch_of("cpu")).loss
+    expected = stock(**make_batch("cpu")).loss
     with pytest.warns(UserWarning, match="does not know this code"):
         ours = patched(stock)
-    torch.testing.assert_close(ours(**batch_of("cpu")).loss, expected)
+    torch.testing.assert_close(ours(**make_batch("cpu")).loss, expected)
 
 
 REPLACED_LOSS = """

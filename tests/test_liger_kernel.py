@@ -7,7 +7,7 @@ import operator
 import liger_names
 import pytest
 import torch
-from llama_models import batch_of, build, config, one_thread  # noqa: F401
+from llama_models import build, config, make_batch, one_thread  # noqa: F401
 
 import liger_ext
 from liger_ext import compat, liger_kernel

@@ -13,11 +13,11 @@ from llama_models import (  # noqa: F401
     TRANSFORMERS,
     VOCAB,
     assert_as_good,
-    batch_of,
     build,
     checkpoint_layers,
     frozen,
     lora,
+    make_batch,
     one_thread,
     patched,
     step,
@@ -90,7 +90,7 @@ BATCHES = {
 
 
 def make_inputs(device, padding=False, is_shifted=False, logits_to_keep=0, **options):
-    batch = batch_of(device)
+    batch = make_batch(device)
     if padding:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
         batch["attention_mask"][1, 7:] = 0
@@ -125,7 +125,7 @@ def test_a_head_with_lora(device, train, chunk):
     stock = lora(build(device=device, tie_word_embeddings=False), target_modules=["lm_head", "q_proj"]).train(train)
     model = copy.deepcopy(stock)
     apply_liger_kernel_to_instance(model)
-    batch, sizes = batch_of(device, rows=6, seq=50), []
+    batch, sizes = make_batch(device, rows=6, seq=50), []
     head = type(model.base_model.model.lm_head)
     forward = head.forward
 
@@ -215,7 +215,7 @@ def test_logits_dtype(device):
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 def test_the_head_runs_once_on_rows_that_count(device, train):
     model = patched(build(device=device).train(train))
-    batch = batch_of(device, 4, 64)
+    batch = make_batch(device, 4, 64)
     batch["labels"][:, :40] = -100  # 96 of 256 targets remain; the last positions have none
     batch["labels"][:, -1] = -100
     assert rows_of_the_op(lambda: model(**batch, **ASKED)) == [96]
@@ -334,7 +334,7 @@ def test_under_the_name_liger_kernel(device):
 
 
 def test_generates_the_same(device):
-    stock, ids = build(device=device).eval(), batch_of(device)["input_ids"]
+    stock, ids = build(device=device).eval(), make_batch(device)["input_ids"]
     options = dict(max_new_tokens=5, do_sample=True, temperature=0.7, top_k=0)
     found = []
     for model in (stock, patched(stock)):

@@ -80,7 +80,7 @@ def test_case(device, case):
     calls = count_calls(model)
     forward = make_forward(model, case, device)
     with attention_backend(case["attention"]):
-        result = step(model, batch_of(device, case["layout"]), forward)
+        result = step(model, make_batch(device, case["layout"]), forward)
     assert_as_good(result, expected, reference)
     if not case["compiled"]:  # when compiled, the tracer makes these calls
         assert len(calls) == LAYERS * (1 if case["checkpoint"] == "none" else 2), "no recomputation"
@@ -95,7 +95,7 @@ def output_and_hidden_states(output):
 @pytest.mark.parametrize("how", ["lora", "hidden states"])
 def test_what_else_meets_checkpointing(device, how, checkpoint):
     stock = build(device=device, num_hidden_layers=LAYERS).train()
-    batch, loss_function = batch_of(device, "left"), {}
+    batch, loss_function = make_batch(device, "left"), {}
     if how == "lora":
         stock = lora(stock, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"]).train()
     else:
@@ -135,7 +135,7 @@ def stock_results(device, attention, heads, dtype, layout):
     for name, module in stock.named_modules():
         if name.endswith(in_fp32):
             module.float()
-    batch = batch_of(device, layout)
+    batch = make_batch(device, layout)
     float64 = exact(stock)
     float64.config._attn_implementation = "sdpa"  # eager attention computes softmax in fp32; Triton has no float64
     with attention_backend("math"):
@@ -192,7 +192,7 @@ def autocast_for(dtype, device):
     return torch.autocast(device.type, torch.bfloat16, enabled="autocast" in dtype)
 
 
-def batch_of(device, layout):
+def make_batch(device, layout):
     """Three rows of eleven positions. Results at padding are not compared: attention without any key depends on the
     implementation."""
     ids = tokens(3, 11, device=device)

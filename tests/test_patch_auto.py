@@ -7,7 +7,7 @@ import family_models
 import pytest
 import torch
 from family_models import new_look  # noqa: F401
-from llama_models import batch_of, build, config, one_thread  # noqa: F401
+from llama_models import build, config, make_batch, one_thread  # noqa: F401
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -44,7 +44,7 @@ def test_from_pretrained(tmp_path, no_warnings):
     stock.save_pretrained(tmp_path)
     model = AutoLigerKernelForCausalLM.from_pretrained(tmp_path).train()
     assert type(model) is llama.LlamaForCausalLM
-    torch.testing.assert_close(model(**batch_of("cpu")).loss, stock(**batch_of("cpu")).loss)
+    torch.testing.assert_close(model(**make_batch("cpu")).loss, stock(**make_batch("cpu")).loss)
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is modeling_llama.LlamaForCausalLM
     model = AutoLigerKernelForCausalLM.from_pretrained(tmp_path, rope=False, swiglu=False, torch_dtype=torch.bfloat16)
     assert model.dtype == torch.bfloat16
@@ -66,7 +66,7 @@ def test_placed_by_a_map(tmp_path, device):
     assert model.lm_head.weight.is_meta
     for trains in (True, False):
         with torch.no_grad():
-            expected, found = (m.train(trains)(**batch_of(device)) for m in (stock, model))
+            expected, found = (m.train(trains)(**make_batch(device)) for m in (stock, model))
         torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=0)
         assert ("logits" in found) is not trains
 

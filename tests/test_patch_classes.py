@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from llama_models import batch_of, build, one_thread, patched, step  # noqa: F401
+from llama_models import build, make_batch, one_thread, patched, step  # noqa: F401
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -47,7 +47,7 @@ def module_classes(model):
 
 
 def assert_same_step(model, expected):
-    found = step(model, batch_of("cpu"))
+    found = step(model, make_batch("cpu"))
     for name in found:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5, msg=name)
 
@@ -55,7 +55,7 @@ def assert_same_step(model, expected):
 @pytest.mark.parametrize("name", MODULES)
 def test_a_users_class_on_top_of_a_patch_stays_and_keeps_it(name):
     model = build(tie_word_embeddings=False).train()
-    expected = step(copy.deepcopy(model), batch_of("cpu"))
+    expected = step(copy.deepcopy(model), make_batch("cpu"))
     module, others = MODULES[name](model), copy.deepcopy(model)
     stock = type(module)
     handle = apply_liger_kernel_to_llama(model=model)
@@ -126,7 +126,7 @@ def test_parametrizations_in_any_order(order):
         else:
             for one in (stock, model):
                 {"parametrize": parametrize_some, "remove": remove_parametrizations}[action](one)
-        assert_same_step(model, step(stock, batch_of("cpu")))
+        assert_same_step(model, step(stock, make_batch("cpu")))
     for norm in (MODULES[name](model) for name in ("norm", "last norm")):
         assert isinstance(norm, llama.LlamaRMSNorm) is bool(handles)
     assert [cls.__name__ for cls in module_classes(model)] == [cls.__name__ for cls in module_classes(stock)]

@@ -8,7 +8,7 @@ import peft
 import pytest
 import torch
 from family_models import assert_same, build, patched
-from llama_models import TRANSFORMERS, batch_of, one_thread, step  # noqa: F401
+from llama_models import TRANSFORMERS, make_batch, one_thread, step  # noqa: F401
 from torch import nn
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
@@ -69,7 +69,7 @@ def test_equals_stock(monkeypatch, family, change, rows):
     torch.manual_seed(1)
     change(model)
     ours = patched(model)
-    assert_same(step(ours, batch_of("cpu")), step(model, batch_of("cpu")))
+    assert_same(step(ours, make_batch("cpu")), step(model, make_batch("cpu")))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -79,7 +79,7 @@ def test_hooks_read_what_the_head_makes(family):
         seen = read[name] = {}
         m.lm_head.register_forward_hook(lambda head, inputs, logits, seen=seen: seen.update(x=inputs[0], logits=logits))
         m.lm_head.register_full_backward_hook(lambda head, dx, dy, seen=seen: seen.update(dx=dx[0], dlogits=dy[0]))
-        step(m, batch_of("cpu"))
+        step(m, make_batch("cpu"))
     for name, value in read["stock"].items():
         torch.testing.assert_close(read["ours"][name], value, rtol=1e-4, atol=1e-4 * float(value.abs().max()))
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import RecordCalls
-from llama_models import batch_of, build, one_thread, ops  # noqa: F401
+from llama_models import build, make_batch, one_thread, ops  # noqa: F401
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.llama import modeling_llama
@@ -173,7 +173,7 @@ def test_norms_glu_rope_are_ours_and_the_loss_is_trls(run, device, mode):
     assert_same(found, expected, 3e-2 if mode == "bf16" else 1e-4)  # in bf16 each step rounds by 2^-8
     if "lora" not in mode:
         # Outside of TRL, the model computes our loss.
-        assert ops(model.train(), **batch_of(device)) >= LAYERS | {"fused_linear_cross_entropy"}
+        assert ops(model.train(), **make_batch(device)) >= LAYERS | {"fused_linear_cross_entropy"}
 
 
 @ignores_trl_warnings
@@ -200,7 +200,7 @@ def test_patched_and_reverted_around_trl(run, device, bf16):
         warnings.simplefilter("error")
         handle.revert()
         assert type(model) is modeling_llama.LlamaForCausalLM
-        assert not ops(model.train(), **batch_of(device)) and model(**batch_of(device)).logits is not None
+        assert not ops(model.train(), **make_batch(device)) and model(**make_batch(device)).logits is not None
         apply_liger_kernel_to_llama(model=model)
-    assert "logits" not in model(**batch_of(device))
+    assert "logits" not in model(**make_batch(device))
     assert type(model) is llama.LlamaForCausalLM

@@ -191,7 +191,7 @@ def linear(request, monkeypatch):
         monkeypatch.setattr(nn.functional, "linear", zero3_linear())
 
 
-def batch_of():
+def make_batch():
     ids = tokens(2, 9)
     labels = ids.clone()
     labels[0, :3] = -100
@@ -200,7 +200,7 @@ def batch_of():
 
 def plain_step(model):
     model = copy.deepcopy(model)
-    loss = model(**batch_of()).loss
+    loss = model(**make_batch()).loss
     loss.backward()
     return {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
 
@@ -211,14 +211,14 @@ def compare(stock, prepare=lambda model: None, **options):
     model = family_models.patched(stock, **options)
     theirs, ours = ZeRO3(copy.deepcopy(stock)), ZeRO3(model)
     for _ in range(2):
-        (found, *alive), (of_stock, *alive_of_stock) = ours.step(**batch_of()), theirs.step(**batch_of())
+        (found, *alive), (of_stock, *alive_of_stock) = ours.step(**make_batch()), theirs.step(**make_batch())
         assert_same(of_stock, expected)
         assert_same(found, expected)
         for now, stocks in zip(alive, alive_of_stock, strict=True):
             assert now <= stocks
         assert ours.read_by_others <= theirs.read_by_others
     with RecordCalls() as record:
-        ours.step(**batch_of())
+        ours.step(**make_batch())
     assert set(record.names) >= {"rms_norm", "rope", "fused_linear_cross_entropy"}
 
 
@@ -274,7 +274,7 @@ class ZeRO2:
         p.grad = None
 
     def step(self):
-        loss = self.model(**batch_of()).loss
+        loss = self.model(**make_batch()).loss
         loss.backward()
         if not self.takes_gradients:
             self.gradient = torch.cat([p.grad.flatten() for p in self.trained])
@@ -310,5 +310,5 @@ def test_another_linear_of_all_is_obeyed(monkeypatch):
     """A function from an unknown library must be called, because it may compute another result."""
     monkeypatch.setattr(nn.functional, "linear", zero3_linear("deepspeed.elsewhere"))
     with RecordCalls() as record:
-        family_models.patched(build(**SMALL).train())(**batch_of())
+        family_models.patched(build(**SMALL).train())(**make_batch())
     assert "fused_linear_cross_entropy" not in record.names
