@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from liger_ext._timing import Timing
-from liger_ext.records import RECORDS, Make
+from liger_ext.records import RECORDS, InputFactory
 
 from . import suite
 from .ops import functions
@@ -47,7 +47,7 @@ def cases(settings: suite.Settings) -> Iterator[Case]:
             if any(size.heads):  # as many elements, in heads of 64
                 size = replace(size.at(max(4, rows * cols // (16 * 64)), 64), heads=(12, 4, 64))
             generator = torch.Generator(settings.device).manual_seed(0)
-            arguments = record.inputs(Make(settings.torch_dtype, settings.device, generator, ignored=0), size)
+            arguments = record.inputs(InputFactory(settings.torch_dtype, settings.device, generator, ignored=0), size)
             yield Case(name, tuple(arguments.values()), functions(name))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from liger_ext._tuned import forced_knobs as forced_plans
 from liger_ext.bounds import bound, half_ulp
 from liger_ext.ops._checks import accumulator
-from liger_ext.records import RECORDS, Make
+from liger_ext.records import RECORDS, InputFactory
 from liger_ext.rule import FACTOR, STEPS, Measurement, check, measure
 
 __all__ = [
@@ -232,7 +232,7 @@ def examples(
     leaves. ``tokens`` must be even."""
     for dtype in dtypes:
         for name, record in RECORDS.items():
-            yield name, record.inputs(Make(dtype, device), record.example(tokens, hidden, vocab))
+            yield name, record.inputs(InputFactory(dtype, device), record.example(tokens, hidden, vocab))
 
 
 def self_test(device: torch.device | str = "cpu", dtypes: tuple[torch.dtype, ...] = DTYPES) -> Iterator[Measurement]:

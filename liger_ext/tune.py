@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from . import _C, _devices, _llama, _load, _timing, _tuned
-from .records import RECORDS, Make, Size
+from .records import RECORDS, InputFactory, Size
 
 OPS = tuple(name for name, record in RECORDS.items() if record.kernels == name)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -165,7 +165,10 @@ def measure(
     result = Result(name, str(case.size), dtype, call)
     graphs: dict[int, torch.cuda.CUDAGraph] = {}
     try:
-        record, make = RECORDS[case.op], Make(torch_dtype, device, torch.Generator(device).manual_seed(0), ignored=0)
+        record, make = (
+            RECORDS[case.op],
+            InputFactory(torch_dtype, device, torch.Generator(device).manual_seed(0), ignored=0),
+        )
         inputs = record.inputs(make, case.size)
         run = lambda *values: record.run(**dict(zip(inputs, values, strict=True)), **case.options)  # noqa: E731
         with _tuned.forced_knobs():

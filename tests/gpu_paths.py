@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from liger_ext import _C, _devices
-from liger_ext.records import RECORDS, Make, Size
+from liger_ext.records import RECORDS, InputFactory, Size
 
 # Ops whose backward sums columns in persistent blocks.
 NORMS = [
@@ -42,7 +42,7 @@ def call_size(op: str, rows: int, cols: int) -> Size:
 
 def arguments(op: str, rows: int, cols: int, dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:
     """Returns an op's arguments by name; floating tensors require a gradient."""
-    return RECORDS[op].inputs(Make(dtype, device), call_size(op, rows, cols))
+    return RECORDS[op].inputs(InputFactory(dtype, device), call_size(op, rows, cols))
 
 
 def machine_profile() -> _C.DeviceProfile:

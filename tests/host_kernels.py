@@ -23,7 +23,7 @@ from ops.glu import check_h, h_cases
 
 from liger_ext import _C
 from liger_ext.ops._loss_plan import SMALLEST, Plan
-from liger_ext.records import RECORDS, Make, Size
+from liger_ext.records import RECORDS, InputFactory, Size
 from liger_ext.testing import judge
 
 torch.set_num_threads(1)  # kernels of the host target run on one thread, and the references are small
@@ -60,7 +60,7 @@ ROWS = [
 
 def row_op(op, rows, cols, dtype, *, layout="contiguous", weight_dtype=None, other_dtype=None, **options):
     """Judges a row op, all of whose tensors require gradients."""
-    made = RECORDS[op].inputs(Make(dtype), Size(rows, cols))
+    made = RECORDS[op].inputs(InputFactory(dtype), Size(rows, cols))
     for i, (name, t) in enumerate(made.items()):
         if not isinstance(t, torch.Tensor):
             continue
@@ -235,7 +235,7 @@ def test_rows_of_clusters(dtype):
     for op in ("rms_norm", "add_rms_norm", "layer_norm"):
         row_op(op, 2, 33_000 * wide, dtype)
         row_op(op, 2, 33_000 * wide, dtype, weight_dtype=torch.float32 if dtype != torch.float32 else torch.bfloat16)
-    judge("group_norm", RECORDS["group_norm"].inputs(Make(dtype), Size(2, 33_000 * wide)))
+    judge("group_norm", RECORDS["group_norm"].inputs(InputFactory(dtype), Size(2, 33_000 * wide)))
     row_op("softmax", 40, 16 * wide, dtype)
     fused_loss(1, 130_000 * wide, dtype, hidden=2)
     for vectors in (18_000, 22_000):

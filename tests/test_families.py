@@ -19,7 +19,7 @@ from family_models import (  # noqa: F401
     all_experts,
     assert_same,
     build,
-    new_look,
+    clear_recognition,
     patch_named,
     patched,
     perturbed,
@@ -348,7 +348,7 @@ class Callable:
         return self.forward(module, *args)
 
 
-@pytest.mark.usefixtures("new_look")
+@pytest.mark.usefixtures("clear_recognition")
 @pytest.mark.parametrize("kind", ["function", "object"])
 def test_code_that_is_not_known(device, kind, monkeypatch):
     """A norm with changed code stays unpatched, with a warning."""
@@ -382,7 +382,7 @@ def test_heads_that_differ_a_little(old, new):
     assert form(calls) is not None and form(calls.replace(old, new)) != form(calls)
 
 
-@pytest.mark.usefixtures("new_look")
+@pytest.mark.usefixtures("clear_recognition")
 def test_code_that_cannot_be_read(monkeypatch):
     """Without source code no class is recognised, not even Llama's."""
 

@@ -7,7 +7,7 @@ import test_families_images
 import torch
 from cases import slow_if
 from llama_models import TRANSFORMERS, one_thread, tokens  # noqa: F401
-from test_llama_log_probs import ASKED, from_logits, judge, make_inputs
+from test_llama_log_probs import OPTIONS, from_logits, judge, make_inputs
 from torch import nn
 
 pytestmark = pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="the families are in the newest")
@@ -25,7 +25,7 @@ def test_experts(device):
     """The loss that balances the experts is added to the loss only."""
     stock = family_models.build("mixtral", device)
     model, batch = family_models.patched(stock), make_inputs(device)
-    expected, found = stock(**batch), model(**batch, **ASKED)
+    expected, found = stock(**batch), model(**batch, **OPTIONS)
     torch.testing.assert_close(found.loss, expected.loss)
     torch.testing.assert_close(found.aux_loss, expected.aux_loss)
     torch.testing.assert_close(found.log_probs, from_logits(stock, **batch)[1], rtol=1e-4, atol=1e-5)
@@ -58,7 +58,7 @@ def test_every_family(device, family, make):
     ids = tokens(2, 9, device=device) % 900 + 3
     batch = dict(input_ids=ids, labels=ids.masked_fill(ids < 200, -100), temperature=0.7)
     with torch.no_grad():
-        output, expected = family_models.patched(stock)(**batch, **ASKED), from_logits(stock, **batch)
+        output, expected = family_models.patched(stock)(**batch, **OPTIONS), from_logits(stock, **batch)
     assert ("logits" in output) is (family == "llama4")
     tolerance = dict(rtol=1e-3 if family == "dbrx" else 1e-4, atol=1e-4)
     torch.testing.assert_close((output.log_probs, output.entropy), expected[1:], **tolerance)

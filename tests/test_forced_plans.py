@@ -14,7 +14,7 @@ from cases import differentiable_outputs, library_lines, tensor_leaves
 from gpu_paths import arguments, call_size
 
 from liger_ext import _C, _devices, _tuned
-from liger_ext.records import RECORDS, Make
+from liger_ext.records import RECORDS, InputFactory
 from liger_ext.testing import OPS, forced_plans, judge
 from liger_ext.tune import Case
 
@@ -77,7 +77,7 @@ def launched():
 
 
 def run(op, options=None):
-    made = RECORDS[op].inputs(Make(torch.bfloat16), CASES[op].size) | (options or {})
+    made = RECORDS[op].inputs(InputFactory(torch.bfloat16), CASES[op].size) | (options or {})
     launched()
     outputs = differentiable_outputs(OPS[op].run(**made))
     torch.autograd.grad([t.float().sum() for t in outputs], tensor_leaves(made))

@@ -9,7 +9,7 @@ from cases import host_target
 from gpu_paths import DTYPES, NORMS, PATHS, ROW_OPS, arguments, machine_profile
 
 from liger_ext import _C
-from liger_ext.records import RECORDS, Make, Size
+from liger_ext.records import RECORDS, InputFactory, Size
 from liger_ext.testing import judge
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp32"])
@@ -45,7 +45,7 @@ def test_these_rows_are_read_again():
         assert not names, (op, names)
 
 
-TENSORS = {op: tuple(RECORDS[op].inputs(Make(torch.float32), Size(1, 8))) for op in NORMS}
+TENSORS = {op: tuple(RECORDS[op].inputs(InputFactory(torch.float32), Size(1, 8))) for op in NORMS}
 
 
 def subsets(names):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import RecordCalls
-from family_models import assert_same, build, new_look  # noqa: F401
+from family_models import assert_same, build, clear_recognition  # noqa: F401
 from llama_models import assert_as_good, lora, make_batch, one_thread, step  # noqa: F401
 from torch import nn
 from transformers.models.llama import modeling_llama
@@ -154,7 +154,7 @@ def test_norms(device, registered, name, dtype):
 
 
 @pytest.mark.parametrize("edit", ["forward", "activation", "hook of the activation", "weight"])
-def test_what_is_not_known_runs_as_it_is(registered, monkeypatch, new_look, edit):  # noqa: F811
+def test_what_is_not_known_runs_as_it_is(registered, monkeypatch, clear_recognition, edit):  # noqa: F811
     """A norm with other code, another activation, an activation with a hook, and a weight of a tensor subclass."""
     model, batch = build("llama"), make_batch("cpu")
     if edit == "forward":
@@ -233,7 +233,7 @@ def test_patched_and_kernelized(registered):
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen3"])
-def test_rope_of_a_patch_where_kernels_has_made_a_module_of_it(registered, new_look, family):  # noqa: F811
+def test_rope_of_a_patch_where_kernels_has_made_a_module_of_it(registered, clear_recognition, family):  # noqa: F811
     model, batch = registered(build(family)), make_batch("cpu")
     expected = step(model, batch)
     apply_liger_kernel_to_instance(model)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import python
-from family_models import new_look  # noqa: F401
+from family_models import clear_recognition  # noqa: F401
 from llama_models import TRANSFORMERS, build, make_batch, patched
 from mutations import find_class, mutants, texts
 from torch import nn
@@ -262,7 +262,7 @@ def halved(source, target, num_items_in_batch=None, ignore_index=-100, **kwargs)
     return 0.5 * nn.functional.cross_entropy(source, target, ignore_index=ignore_index)
 
 
-@pytest.mark.usefixtures("new_look")
+@pytest.mark.usefixtures("clear_recognition")
 @pytest.mark.parametrize("edit", EDITS)
 def test_edits_after_the_first_patch(monkeypatch, edit):
     """Recognition caches its result until one of the functions that it read is edited."""

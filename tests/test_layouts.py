@@ -19,7 +19,7 @@ directly, which have no reference, by the tolerances of ``torch.testing``.
 
 import pytest
 import torch
-from calls import described
+from calls import argument_text
 from cases import RecordCalls, device_dtypes, host_target
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -149,7 +149,7 @@ def test_an_op_called_directly(device, op, rng):
         unchanged = copies(tensors)
         with unwritten_memory(0x81):
             found = call_op(overload, with_tensors(arguments, tensors))
-        what = f"{overload}({', '.join(map(described, tensors.values()))})"
+        what = f"{overload}({', '.join(map(argument_text, tensors.values()))})"
         schema = overload._schema.arguments
         assert [i for i in guard.changed() if not (schema[i].alias_info and schema[i].alias_info.is_write)] == [], what
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:

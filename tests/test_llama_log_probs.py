@@ -22,14 +22,14 @@ from llama_models import (  # noqa: F401
     patched,
     step,
 )
-from test_count_rows import rows_of_the_op
+from test_count_rows import op_rows
 from test_zero3 import ZeRO3, zero3_linear
 from torch import nn
 
 from liger_ext import apply_liger_kernel_to_instance, compat
 from liger_ext.ops._loss_plan import SMALLEST
 
-ASKED = dict(return_log_probs=True, return_entropy=True)
+OPTIONS = dict(return_log_probs=True, return_entropy=True)
 
 
 def shifted(labels):
@@ -48,8 +48,8 @@ def from_logits(model, labels=None, shift_labels=None, num_items_in_batch=None, 
     return -log_probs.sum() / total, log_probs, entropy
 
 
-def asked_for(model, **batch):
-    output = model(**batch, **ASKED)
+def requested_results(model, **batch):
+    output = model(**batch, **OPTIONS)
     assert "logits" not in output
     assert output.log_probs.shape == batch.get("shift_labels", batch.get("labels")).shape
     return output.loss, output.log_probs, output.entropy
@@ -64,7 +64,7 @@ def objective(run, model, **batch):
     return {"loss": total, "logits": torch.stack([log_probs, entropy, loss.expand_as(entropy)])}
 
 
-def judge(stock, batch, model=None, run=asked_for, **options):
+def judge(stock, batch, model=None, run=requested_results, **options):
     """Compares results and gradients of `stock` and `model`, by default a patched copy of `stock`."""
     model = family_models.patched(stock) if model is None else model
     assert_all_as_good(stock, batch, model, run, from_logits, options)
@@ -155,7 +155,7 @@ def test_with_logits(device):
     stock = build(device=device).train()
 
     def run(model, **batch):
-        output = model(**batch, **ASKED, skip_logits=False)
+        output = model(**batch, **OPTIONS, skip_logits=False)
         torch.testing.assert_close(output.logits, stock(batch["input_ids"]).logits, rtol=1e-4, atol=1e-5)
         return output.loss, output.log_probs, output.entropy
 
@@ -175,7 +175,7 @@ def test_gradient_checkpointing(device, use_reentrant):
 def test_compiled(device, temperatures):
     torch._dynamo.reset()
     stock = build(device=device, num_hidden_layers=1).train()
-    compiled = torch.compile(lambda m, **b: asked_for(m, **b), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(lambda m, **b: requested_results(m, **b), backend="aot_eager", fullgraph=True)
     for temperature in temperatures:
         judge(stock, make_inputs(device, temperature=temperature), patched(stock), compiled)
 
@@ -188,7 +188,7 @@ def test_autocast(device):
         with torch.autocast(device.type, torch.bfloat16):
             return run(model, **batch)
 
-    ours, theirs = (functools.partial(under, run) for run in (asked_for, from_logits))
+    ours, theirs = (functools.partial(under, run) for run in (requested_results, from_logits))
     assert_all_as_good(stock, make_inputs(device), patched(stock), ours, theirs)
 
 
@@ -218,9 +218,9 @@ def test_the_head_runs_once_on_rows_that_count(device, train):
     batch = make_batch(device, 4, 64)
     batch["labels"][:, :40] = -100  # 96 of 256 targets remain; the last positions have none
     batch["labels"][:, -1] = -100
-    assert rows_of_the_op(lambda: model(**batch, **ASKED)) == [96]
+    assert op_rows(lambda: model(**batch, **OPTIONS)) == [96]
     with RecordCalls() as record:
-        output = model(**batch, **ASKED)
+        output = model(**batch, **OPTIONS)
         (output.loss + output.entropy.sum()).backward()
     assert record.names.count("fused_linear_cross_entropy") == 1 and "cross_entropy" not in record.names
     assert (output.log_probs != 0).sum() == (output.entropy != 0).sum() == 4 * 23
@@ -235,7 +235,7 @@ def test_zero_stage_3(monkeypatch, tied):
     model, batch = patched(stock), make_inputs("cpu", use_cache=False)
     expected = step(stock, batch, functools.partial(objective, from_logits))
     zero = ZeRO3(model)
-    zero.model = lambda **batch: types.SimpleNamespace(**objective(asked_for, model, **batch))
+    zero.model = lambda **batch: types.SimpleNamespace(**objective(requested_results, model, **batch))
     for _ in range(2):
         found, *alive = zero.step(**batch)
         family_models.assert_same(found, expected)
@@ -251,11 +251,11 @@ def test_what_is_returned(device):
     with pytest.raises(AttributeError, match=r"no logits: .*skip_logits=False"):
         output.logits  # noqa: B018
     with torch.no_grad():
-        as_tuple = model(**batch, **ASKED, use_cache=False, return_dict=False)
+        as_tuple = model(**batch, **OPTIONS, use_cache=False, return_dict=False)
     assert len(as_tuple) == 3 and not as_tuple[1].requires_grad
     torch.testing.assert_close(as_tuple[1], output.log_probs.detach(), rtol=0, atol=1e-5)  # a GPU runs another kernel
-    assert list(model.train()(**batch, **ASKED)) == ["loss", "log_probs", "entropy"]
-    nothing = model(**batch | {"labels": torch.full_like(batch["labels"], -100)}, **ASKED)
+    assert list(model.train()(**batch, **OPTIONS)) == ["loss", "log_probs", "entropy"]
+    nothing = model(**batch | {"labels": torch.full_like(batch["labels"], -100)}, **OPTIONS)
     assert nothing.loss == 0 and not nothing.log_probs.any() and not nothing.entropy.any()
     (nothing.loss + nothing.log_probs.sum()).backward()
     # False and None are the defaults.
@@ -303,7 +303,7 @@ WRONG = [
 @pytest.mark.parametrize("options, error, message", WRONG, ids=lambda value: str(value)[:40])
 def test_errors(options, error, message, skip_logits):
     with pytest.raises(error, match=message):
-        patched(build())(**make_inputs("cpu") | ASKED | options, skip_logits=skip_logits)
+        patched(build())(**make_inputs("cpu") | OPTIONS | options, skip_logits=skip_logits)
 
 
 def test_a_loss_of_the_users_own(device):
@@ -324,13 +324,13 @@ def test_under_the_name_liger_kernel(device):
         model, batch = build(device=device).train(), make_inputs(device)
         expected = from_logits(model, **batch)
         apply_liger_kernel_to_llama(model=model)
-        found = model(**batch, **ASKED)
+        found = model(**batch, **OPTIONS)
         assert found.logits is None
         torch.testing.assert_close(found.log_probs, expected[1], rtol=1e-4, atol=1e-5)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(functional, "liger_fused_linear_cross_entropy", lambda *_, **__: None)
             with pytest.warns(UserWarning, match="is not called: return_log_probs=True"):
-                model(**batch, **ASKED)
+                model(**batch, **OPTIONS)
 
 
 def test_generates_the_same(device):

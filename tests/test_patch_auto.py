@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import family_models
 import pytest
 import torch
-from family_models import new_look  # noqa: F401
+from family_models import clear_recognition  # noqa: F401
 from llama_models import build, config, make_batch, one_thread  # noqa: F401
 from torch import nn
 from transformers import (
@@ -145,7 +145,7 @@ def test_a_model_without_a_type_is_left_alone(config):
     assert type(model) is nn.Linear and model.__dict__ == before
 
 
-@pytest.mark.usefixtures("new_look")
+@pytest.mark.usefixtures("clear_recognition")
 def test_warnings_name_the_line_that_led_to_them(monkeypatch):
     rest = {key: entry for key, entry in known.by_digest().items() if entry.replacement != "experts.BatchedExperts"}
     monkeypatch.setattr(known, "by_digest", lambda: rest)

@@ -10,7 +10,7 @@ import family_models
 import pytest
 import test_trainer
 import torch
-from family_models import assert_same, new_look  # noqa: F401
+from family_models import assert_same, clear_recognition  # noqa: F401
 from llama_models import TRANSFORMERS, make_batch, one_thread, ops, step, tokens  # noqa: F401
 from remote_code import build, write_repository
 from test_trainer import LAYERS, LOSS, parameters
@@ -109,7 +109,7 @@ def test_is_undone(llama, model_type):
 
 @types
 @pytest.mark.parametrize("changed", CHANGES)
-@pytest.mark.usefixtures("new_look")
+@pytest.mark.usefixtures("clear_recognition")
 def test_a_class_with_one_change_stays(repository, model_type, changed):
     stock = build(repository(f"{changed}_{model_type}", model_type, dict([CHANGES[changed]])))
     with pytest.warns(UserWarning, match=rf"^{changed}: liger_ext does not know this code") as record:

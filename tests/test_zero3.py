@@ -49,7 +49,7 @@ class Parameters(dict):
         parameter = super().__getitem__(name)
         if parameter is not None and not parameter.numel() and self.zero.running:
             self.zero.running[-1].append(parameter)
-            self.zero.read_by_others.add(self.zero.names[parameter])
+            self.zero.foreign_reads.add(self.zero.names[parameter])
             self.zero.gather([parameter])
         return parameter
 
@@ -57,7 +57,7 @@ class Parameters(dict):
 class ZeRO3:
     def __init__(self, model):
         self.model, self.gradients, self.gathered = model, {}, collections.defaultdict(list)
-        self.running, self.read_by_others = [], set()  # parameters that each running call must release at its end
+        self.running, self.foreign_reads = [], set()  # parameters that each running call must release at its end
         self.names = {p: name for name, p in model.named_parameters()}
         self.full = {p: p.data for p in self.names}
         for i, p in enumerate(self.names):
@@ -216,7 +216,7 @@ def compare(stock, prepare=lambda model: None, **options):
         assert_same(found, expected)
         for now, stocks in zip(alive, alive_of_stock, strict=True):
             assert now <= stocks
-        assert ours.read_by_others <= theirs.read_by_others
+        assert ours.foreign_reads <= theirs.foreign_reads
     with RecordCalls() as record:
         ours.step(**make_batch())
     assert set(record.names) >= {"rms_norm", "rope", "fused_linear_cross_entropy"}

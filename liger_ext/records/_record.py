@@ -1,4 +1,4 @@
-"""The classes of the records: ``Record`` describes an op, ``Size`` and ``Make`` are the arguments of its functions."""
+"""The classes of the records: ``Record`` describes an op; its functions take a ``Size`` and an ``InputFactory``."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def matrices(forward: int, backward: int, statistics: int = 0) -> Callable[[Size
     return moved
 
 
-class Make:
+class InputFactory:
     """Creates random tensors for an op's inputs, in one dtype (unless a call names another) on one device.
 
     ``generator``: by default one on the CPU, which draws the same values for all devices. ``ignored``: one target in
@@ -137,7 +137,7 @@ class Record:
 
     # The op's calls: the arguments by name, in the order of the function's parameters; the size of a call in a small
     # model with (tokens, hidden_size, vocab_size); the size of a call in a training step of an 8B Llama.
-    inputs: Callable[[Make, Size], dict[str, Any]]
+    inputs: Callable[[InputFactory, Size], dict[str, Any]]
     example: Callable[[int, int, int], Size]
     llama: Size
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ext.ops._checks import accumulator
-from liger_ext.records._record import Make, Record, Roundings, Size, Timed, matrices, sizes
+from liger_ext.records._record import InputFactory, Record, Roundings, Size, Timed, matrices, sizes
 from liger_ext.records._sizes import Tensors
 
 
@@ -166,7 +166,7 @@ def cross_entropy_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Ten
 LOSS_ROUNDINGS = {"loss": Roundings(12, 1), "z_loss": Roundings(16, 1), "token_accuracy": Roundings(2)}
 
 
-def _inputs(make: Make, size: Size) -> dict[str, Any]:
+def _inputs(make: InputFactory, size: Size) -> dict[str, Any]:
     return {"logits": make.leaf(size.rows, size.cols, scale=3), "target": make.targets(size.rows, size.cols)}
 
 

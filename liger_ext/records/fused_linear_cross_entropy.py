@@ -14,7 +14,7 @@ from liger_ext import _C
 from liger_ext.ops._checks import accumulator
 from liger_ext.ops._loss_devices import profile_index
 from liger_ext.ops._loss_plan import Call, chunk_rows, plan
-from liger_ext.records._record import Make, Record, Roundings, Size
+from liger_ext.records._record import InputFactory, Record, Roundings, Size
 from liger_ext.records._sizes import Tensors, stored_steps
 from liger_ext.records.cross_entropy import (
     LOSS_ROUNDINGS,
@@ -101,7 +101,7 @@ def fused_linear_cross_entropy_scales(
     return scales
 
 
-def _inputs(make: Make, size: Size) -> dict[str, Any]:
+def _inputs(make: InputFactory, size: Size) -> dict[str, Any]:
     made = {"x": make.leaf(size.rows, size.hidden), "weight": make.leaf(size.cols, size.hidden, scale=0.1)}
     return made | {"target": make.targets(size.rows, size.cols)}
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_ext.records._norms import NORM_DX, NORM_SUMS, gradient_scale
-from liger_ext.records._record import Make, Record, Roundings, Size, Timed, matrices
+from liger_ext.records._record import InputFactory, Record, Roundings, Size, Timed, matrices
 from liger_ext.records._sizes import Tensors, peak
 
 
@@ -74,7 +74,7 @@ def _groups(size: Size) -> int:
     return math.gcd(size.rows, 32)
 
 
-def _inputs(make: Make, size: Size) -> dict[str, Any]:
+def _inputs(make: InputFactory, size: Size) -> dict[str, Any]:
     groups, elements = _groups(size), _elements(size)
     channels = groups * (size.cols // elements)
     x = make.leaf(size.rows // groups, channels, elements)

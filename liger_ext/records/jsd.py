@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ext.ops._checks import accumulator
-from liger_ext.records._record import Make, Record, Roundings, Size, Timed, matrices, sizes
+from liger_ext.records._record import InputFactory, Record, Roundings, Size, Timed, matrices, sizes
 from liger_ext.records._sizes import Tensors
 
 # Replaces -inf: exp(_FLOOR) is 0 in float64, and differences with _FLOOR are finite.
@@ -105,7 +105,7 @@ def jsd_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tensors) -> d
     return scales
 
 
-def _inputs(make: Make, size: Size) -> dict[str, Any]:
+def _inputs(make: InputFactory, size: Size) -> dict[str, Any]:
     student, teacher = (make.leaf(size.rows, size.cols, scale=2) for _ in range(2))
     log_q, log_p = (torch.log_softmax(t.detach().float(), -1).to(make.dtype) for t in (student, teacher))
     return {"log_q": log_q.requires_grad_(), "log_p": log_p, "shift_labels": make.targets(size.rows, size.cols)}

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ext.records._norms import NORM, NORM_DX, NORM_SUMS, NORM_TIMED, gradient_scale, norm_example
-from liger_ext.records._record import Make, Record, Roundings, Size, Timed, matrices, sizes
+from liger_ext.records._record import InputFactory, Record, Roundings, Size, Timed, matrices, sizes
 from liger_ext.records._sizes import Tensors, peak
 
 
@@ -94,8 +94,8 @@ def _rounded_product(inputs: Mapping[str, Any]) -> tuple[str, ...]:
     return ("out", "out0") if inputs.get("casting_mode", "llama") == "llama" else ()
 
 
-def _inputs(*rows: str) -> Callable[[Make, Size], dict[str, Any]]:
-    def inputs(make: Make, size: Size) -> dict[str, Any]:
+def _inputs(*rows: str) -> Callable[[InputFactory, Size], dict[str, Any]]:
+    def inputs(make: InputFactory, size: Size) -> dict[str, Any]:
         made = {name: make.leaf(size.rows, size.cols) for name in rows}
         return made | {"weight": make.leaf(size.cols, mean=1, scale=0.3)}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from calls import described
+from calls import argument_text
 from cases import RecordCalls
 from layouts import Guarded, bits, draw_layout
 from torch import Tensor
@@ -82,7 +82,7 @@ def call_directly(case: Case) -> None:
     for _ in range(case.rng.choice([1, 1, 2])):
         at = case.rng.randrange(len(changed))
         changed[at] = spoiled(changed[at], case)
-    case.notes = [f"{op}: " + ", ".join(f"{n}={described(v)}" for n, v in zip(names, changed, strict=True))]
+    case.notes = [f"{op}: " + ", ".join(f"{n}={argument_text(v)}" for n, v in zip(names, changed, strict=True))]
     kept = [
         (name, value, value.clone()) for name, value in zip(names, changed, strict=True) if isinstance(value, Tensor)
     ]

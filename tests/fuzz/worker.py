@@ -209,7 +209,7 @@ def judge_exception(error: Exception, case: Case) -> None:
 
 def judge_results(case: Case, outputs: dict, gradients: dict, grads: dict, judge: bool) -> None:
     call = case.call
-    if wrong := verdict.misshapen(call, outputs):
+    if wrong := verdict.wrong_shapes(call, outputs):
         raise Finding("shape", wrong)
     for name, g in gradients.items():
         leaf = call.arguments[name[1:]]
