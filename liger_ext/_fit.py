@@ -100,11 +100,11 @@ def coverage(architectures: str, major: int, minor: int) -> str:
 
 def code_for(architecture: str, libraries: Mapping[str, BuildFacts]) -> str:
     """Returns the code that libraries have for an architecture ("9.0", "gfx942"): "machine code", "PTX", "nothing"."""
-    of_amd = architecture.startswith("gfx")
-    library = libraries.get("hip" if of_amd else "cuda")
+    is_amd = architecture.startswith("gfx")
+    library = libraries.get("hip" if is_amd else "cuda")
     if library is None:
         return "nothing"
-    if of_amd:
+    if is_amd:
         return "machine code" if architecture in library.architectures.split() else "nothing"
     return coverage(library.architectures, *map(int, architecture.split(".")))
 

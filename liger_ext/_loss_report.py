@@ -73,11 +73,11 @@ def describe(call: Call, choice: Choice) -> str:
             return f"{_percent(classes, call.vocab)} of the gradients of logits stored{where}, the rest recomputed"
         share = "" if inside == call.vocab else f", {_percent(inside, call.vocab)} of them"
         return f"all gradients of logits stored{share} {place}"
-    made = f"chunks of {_C.equal_chunks(call.rows, rows):,} rows"
+    text = f"chunks of {_C.equal_chunks(call.rows, rows):,} rows"
     if classes < call.vocab:
-        made += f" and {classes:,} classes"
-    made = f"sums over {made}" if way == _C.Gradients.accumulated else made
-    return f"{made}; logits are computed twice" if choice.recomputes else made
+        text += f" and {classes:,} classes"
+    text = f"sums over {text}" if way == _C.Gradients.accumulated else text
+    return f"{text}; logits are computed twice" if choice.recomputes else text
 
 
 def _percent(part: int, whole: int) -> str:

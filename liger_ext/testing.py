@@ -77,8 +77,8 @@ def _backward(
     used = {k: v for k, v in outputs.items() if v.requires_grad and k in grads}
     if not wanted or not used:
         return {}
-    given = [grads[k].to(v.dtype) for k, v in used.items()]
-    found = torch.autograd.grad(list(used.values()), list(wanted.values()), given, allow_unused=True)
+    upstream = [grads[k].to(v.dtype) for k, v in used.items()]
+    found = torch.autograd.grad(list(used.values()), list(wanted.values()), upstream, allow_unused=True)
     return {k: torch.zeros_like(v) if g is None else g for (k, v), g in zip(wanted.items(), found, strict=True)}
 
 
@@ -147,15 +147,15 @@ def expected(
         return Expected(value, bound(name, what, value.detach(), dtype, size, **rule), scales.get(what), terms)
 
     work = max([t.numel() for t in (*floating, *outputs.values())], default=1)
-    made = {
+    measurements = {
         key: judged(key, value.double() if value.is_floating_point() else value, dtypes[key])
         for key, value in outputs.items()
         if key in dtypes
     }
     for key, gradient in gradients.items():
         terms = work // max(1, gradient.numel()) if key in op.parameters else 1
-        made["d" + key] = judged("d" + key, gradient, inputs[key].dtype, terms)
-    return made
+        measurements["d" + key] = judged("d" + key, gradient, inputs[key].dtype, terms)
+    return measurements
 
 
 def compare(

@@ -155,9 +155,9 @@ class LigerFusedLinearScaledCrossEntropyFunction:
         results = [0 - log_probs, *(t.to(_input.dtype) for t in entropy)]
         if selected_token_ids is not None:
             counts = target != ignore_index
-            of_target = (_input.float() * weight[torch.where(counts, target, 0)].float()).sum(-1) / temperature
-            of_selected = (_input @ weight[selected_token_ids].T).float() / temperature
-            results.append(torch.where(counts[:, None], of_selected + (log_probs - of_target)[:, None], 0.0))
+            target_logits = (_input.float() * weight[torch.where(counts, target, 0)].float()).sum(-1) / temperature
+            selected_logits = (_input @ weight[selected_token_ids].T).float() / temperature
+            results.append(torch.where(counts[:, None], selected_logits + (log_probs - target_logits)[:, None], 0.0))
         return results[0] if len(results) == 1 else tuple(results)
 
 

@@ -119,12 +119,12 @@ class _FSDPForwardRedirection:
                 f"wrapper_module is of {type(wrapper_module)}, expected torch's FullyShardedDataParallel (FSDP1)"
             )
         inner = wrapper_module.module
-        own = vars(inner).get("forward")
+        previous = vars(inner).get("forward")
 
         def restore() -> None:
             vars(inner).pop("forward", None)
-            if own is not None:
-                inner.forward = own
+            if previous is not None:
+                inner.forward = previous
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             restore()  # `method` may call it

@@ -242,10 +242,10 @@ def high_entropy_mask(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
     check_number("high_entropy_mask", "share", share, "a number in (0, 1]", lambda share: 0 < share <= 1)
     check_shapes("high_entropy_mask", entropy=entropy, mask=mask)
     valid = mask != 0
-    of_tokens = entropy.detach()[valid].float().sort().values
-    if of_tokens.numel() == 0:
+    token_entropies = entropy.detach()[valid].float().sort().values
+    if token_entropies.numel() == 0:
         return valid
-    least = of_tokens[math.ceil(round((1 - share) * (of_tokens.numel() - 1), 6))]
+    least = token_entropies[math.ceil(round((1 - share) * (token_entropies.numel() - 1), 6))]
     return valid & (entropy.detach() >= least)
 
 
@@ -258,12 +258,12 @@ def _check(options: dict) -> None:
         check_number(op, name, options[name], "a number, at least 0", lambda value: value >= 0)
     check_number(op, "entropy_coef", options["entropy_coef"], "a number", lambda _: True)
     positive = ["sapo_temperature_pos", "sapo_temperature_neg"] if kind == "sapo" else []
-    given_alone = ["delta", "max_completion_length"]
+    optional = ["delta", "max_completion_length"]
     if not isinstance(options["normalizer"], Tensor):
-        given_alone.append("normalizer")
+        optional.append("normalizer")
     elif options["normalizer"].numel() != 1:
         raise ValueError(f"{op}: normalizer has shape {tuple(options['normalizer'].shape)}, expected one number")
-    positive += [name for name in given_alone if options[name] is not None]
+    positive += [name for name in optional if options[name] is not None]
     check_positive(op, **{name: options[name] for name in positive})
     for option, needed in (("beta", "ref_log_probs"), ("entropy_coef", "entropy")):
         if options[option] != 0 and options[needed] is None:

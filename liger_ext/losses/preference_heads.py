@@ -393,7 +393,7 @@ class LigerFusedLinearKTOLoss(AnswersLoss):
         logits = logit_sums(_input, lin_weight, bias)
         desirable = preference_labels.bool()
         return loss, tuple(
-            torch.where(which, of, 0.0).sum()
-            for of in (answers.detach(), logits, rewards)
+            torch.where(which, values, 0.0).sum()
+            for values in (answers.detach(), logits, rewards)
             for which in (desirable, ~desirable)
         )

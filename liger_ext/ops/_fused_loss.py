@@ -70,9 +70,9 @@ def fused_loss(
     check_integer(op, ignore_index=ignore_index)
     if isinstance(softcap, bool) or not isinstance(softcap, (numbers.Real, torch.SymFloat, torch.SymInt, type(None))):
         raise TypeError(f"{op}: softcap is {softcap!r}, expected None or a number")
-    for name, given in (("accum_dtype", accum_dtype), ("logits_dtype", logits_dtype)):
-        if not (given is None or isinstance(given, torch.dtype)):
-            raise TypeError(f"{op}: {name} is {given!r}, expected a torch.dtype or None")
+    for name, value in (("accum_dtype", accum_dtype), ("logits_dtype", logits_dtype)):
+        if not (value is None or isinstance(value, torch.dtype)):
+            raise TypeError(f"{op}: {name} is {value!r}, expected a torch.dtype or None")
     require(x.dim() >= 1, op, ": x has no dimensions, expected (..., hidden_size)")
     if target.shape != x.shape[:-1]:
         raise ValueError(

@@ -36,8 +36,8 @@ class NormModule(nn.Module):
         check_number(type(self).__name__, "eps", eps, 0, float("inf"))
         self.init_fn, self.variance_epsilon = init_fn, eps
         for name, is_wanted in wanted.items():
-            made = nn.Parameter(torch.empty(size, device=device, dtype=dtype)) if is_wanted else None
-            self.register_parameter(name, made)
+            parameter = nn.Parameter(torch.empty(size, device=device, dtype=dtype)) if is_wanted else None
+            self.register_parameter(name, parameter)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -211,10 +211,10 @@ def gather(x: Tensor, index: Tensor) -> Tensor:
 
 def for_all_rows(outputs, index: Tensor, rows: int, per_row: bool, *wanted: bool) -> tuple[Tensor, ...]:
     """Expands per-row results of the listed rows to all ``rows``. Ignored rows get 0, and -1 as predicted token."""
-    made = []
+    expanded = []
     for nth, (values, want) in enumerate(zip(outputs, (True, *wanted), strict=False)):
         predicted = nth == 3
         if want and (per_row or predicted):
             values = values.new_full((rows,), -1 if predicted else 0).index_copy_(0, index, values)
-        made.append(values)
-    return tuple(made)
+        expanded.append(values)
+    return tuple(expanded)

@@ -18,8 +18,8 @@ def _found() -> dict[str, Record]:
     found: dict[str, Record] = {}
     for module in pkgutil.iter_modules(__path__):
         if not module.name.startswith("_"):
-            made = vars(importlib.import_module(f"{__name__}.{module.name}")).values()
-            records = {id(value): value for value in made if isinstance(value, Record)}
+            values = vars(importlib.import_module(f"{__name__}.{module.name}")).values()
+            records = {id(value): value for value in values if isinstance(value, Record)}
             if not records:
                 raise ImportError(f"{__name__}.{module.name} has no Record: each module here describes ops")
             found |= {record.name: record for record in records.values()}

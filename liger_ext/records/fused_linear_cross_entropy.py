@@ -102,8 +102,8 @@ def fused_linear_cross_entropy_scales(
 
 
 def _inputs(make: InputFactory, size: Size) -> dict[str, Any]:
-    made = {"x": make.leaf(size.rows, size.hidden), "weight": make.leaf(size.cols, size.hidden, scale=0.1)}
-    return made | {"target": make.targets(size.rows, size.cols)}
+    tensors = {"x": make.leaf(size.rows, size.hidden), "weight": make.leaf(size.cols, size.hidden, scale=0.1)}
+    return tensors | {"target": make.targets(size.rows, size.cols)}
 
 
 def _call(size: Size, dtype: torch.dtype, profile: _C.DeviceProfile) -> Call:

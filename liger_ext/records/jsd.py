@@ -68,9 +68,9 @@ def torch_jsd(
         columns = F.kl_div(log_p, log_q, reduction="none", log_target=True)
     else:
         log_m = torch.logsumexp(torch.stack([log_p + math.log(beta), log_q + math.log1p(-beta)]), 0)
-        of_p = F.kl_div(log_m, log_p, reduction="none", log_target=True)
-        of_q = F.kl_div(log_m, log_q, reduction="none", log_target=True)
-        columns = beta * of_p + (1 - beta) * of_q
+        p_terms = F.kl_div(log_m, log_p, reduction="none", log_target=True)
+        q_terms = F.kl_div(log_m, log_q, reduction="none", log_target=True)
+        columns = beta * p_terms + (1 - beta) * q_terms
     return {"loss": _mean(columns, _counted(log_q, shift_labels, ignore_index))}
 
 
@@ -88,18 +88,19 @@ def jsd_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tensors) -> d
     if torch.finfo(compute).bits == 16:
         rounded = 0.25
     if beta in (0, 1):
-        of_p, of_q = (p * (y - x).abs(), none) if beta == 0 else (none, q * ((x - y).abs() + 1))
-        slopes = p if beta == 0 else of_q
+        p_terms, q_terms = (p * (y - x).abs(), none) if beta == 0 else (none, q * ((x - y).abs() + 1))
+        slopes = p if beta == 0 else q_terms
     else:
         # log M is the larger of x and y, plus a number with a rounding error of its own size.
         log_m = _log_mixture(x, y, beta)
         from_m = torch.maximum(x, y) - log_m
-        of_p, of_q = (
-            w * ((of - log_m).abs() + 2 * from_m.abs() + rounded) for w, of in ((beta * p, y), ((1 - beta) * q, x))
+        p_terms, q_terms = (
+            w * ((log_z - log_m).abs() + 2 * from_m.abs() + rounded)
+            for w, log_z in ((beta * p, y), ((1 - beta) * q, x))
         )
-        slopes = of_q
+        slopes = q_terms
     by_rows = 1 / counted.sum().clamp(min=1)
-    scales = {"loss": _mean(of_p + of_q, counted)}
+    scales = {"loss": _mean(p_terms + q_terms, counted)}
     if "loss" in grads:
         scales["dlog_q"] = slopes * counted[..., None] * by_rows * grads["loss"].abs()
     return scales

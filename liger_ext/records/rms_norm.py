@@ -96,8 +96,8 @@ def _rounded_product(inputs: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _inputs(*rows: str) -> Callable[[InputFactory, Size], dict[str, Any]]:
     def inputs(make: InputFactory, size: Size) -> dict[str, Any]:
-        made = {name: make.leaf(size.rows, size.cols) for name in rows}
-        return made | {"weight": make.leaf(size.cols, mean=1, scale=0.3)}
+        tensors = {name: make.leaf(size.rows, size.cols) for name in rows}
+        return tensors | {"weight": make.leaf(size.cols, mean=1, scale=0.3)}
 
     return inputs
 
