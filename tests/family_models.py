@@ -263,7 +263,7 @@ def patch_named(owner):
 
 
 @pytest.fixture
-def new_look():
+def clear_recognition():
     """Clears the caches of recognition before and after a test."""
     caches = [
         found for module in (patches, reading) for found in vars(module).values() if hasattr(found, "cache_clear")

@@ -13,8 +13,8 @@ from llama_models import (  # noqa: F401
     SIZES,
     TRANSFORMERS,
     assert_as_good,
-    batch_of,
     checkpoint_layers,
+    make_batch,
     one_thread,
     randomised,
     step,
@@ -51,11 +51,11 @@ MODELS |= {family: (family, {}) for family in LAYERS} | {
 WITHOUT_SUM = {"olmo_hybrid": 1}  # number of layers that normalise the summand, not the sum
 # A float64 copy of these still computes in fp32, so it is no reference.
 IN_FLOAT = [name for name, (family, _) in MODELS.items() if family in ("falcon_h1", *RECURRENT)]
-OF_ONE_NUMBER = ("apertus",)  # has parameters of one number: see `steps`
+SCALAR_PARAMETERS = ("apertus",)  # has parameters of one number: see `steps`
 each = pytest.mark.parametrize("name", MODELS)
 
 
-def made(name, device, dtype=torch.float32):
+def build_model(name, device, dtype=torch.float32):
     family, options = MODELS[name]
     if family in LAYERS and dtype is torch.bfloat16:
         options = {**all_experts(family), **options}
@@ -71,8 +71,8 @@ def made(name, device, dtype=torch.float32):
 @each
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_equals_stock(device, name, dtype):
-    model = made(name, device, dtype)
-    batches = [batch_of(device, seed=seed) for seed in range(1, 9 if name in OF_ONE_NUMBER else 2)]
+    model = build_model(name, device, dtype)
+    batches = [make_batch(device, seed=seed) for seed in range(1, 9 if name in SCALAR_PARAMETERS else 2)]
     ours, reference = patched(model), copy.deepcopy(model).double()
     for m in (model, ours):
         set_experts(m, "grouped_mm")
@@ -87,7 +87,7 @@ def test_equals_stock(device, name, dtype):
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name.startswith("gemma4")])
 def test_norms_in_another_dtype(device, name):
-    model, batch = made(name, device, torch.bfloat16), batch_of(device)
+    model, batch = build_model(name, device, torch.bfloat16), make_batch(device)
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.float()
@@ -96,7 +96,7 @@ def test_norms_in_another_dtype(device, name):
 
 def test_llama4_runs_in_nodes(device):
     """Llama 4's norms form one autograd node with the projections that read them, as in Llama."""
-    model, batch = made("llama4 without experts", device), batch_of(device)
+    model, batch = build_model("llama4 without experts", device), make_batch(device)
     ours = patched(model)
     loss = ours(**batch).loss
     names, waiting = [], [loss.grad_fn]
@@ -167,7 +167,7 @@ def test_the_rest_of_a_layer(device, family):
 @pytest.mark.parametrize("family", [family for family in LAYERS if family != "jetmoe"])  # jetmoe cannot
 @pytest.mark.parametrize("memory", ["auto", "low"])
 def test_checkpointed(device, family, memory):
-    model, batch = build(family, device), batch_of(device)
+    model, batch = build(family, device), make_batch(device)
     ours = patched(model, memory=memory)
     for m in (model, ours):
         set_experts(m, "grouped_mm")
@@ -179,7 +179,7 @@ def test_checkpointed(device, family, memory):
 @pytest.mark.parametrize("family", ["afmoe", "granitemoeshared", "lfm2", "minicpm3", "vaultgemma"])
 def test_compiled(device, family):
     torch._dynamo.reset()
-    model, batch = build(family, device, num_hidden_layers=2), batch_of(device)
+    model, batch = build(family, device, num_hidden_layers=2), make_batch(device)
     ours = patched(model)
     for m in (model, ours):
         set_experts(m, "grouped_mm")
@@ -230,7 +230,7 @@ def test_one_dropout_for_both_results(device):
     stock = randomised(module.Emu3ForCausalLM(config)).to(device).train()
     for layer in stock.model.layers:
         layer.dropout.p = 0.3
-    ours, batch = patched(stock), batch_of(device)
+    ours, batch = patched(stock), make_batch(device)
     assert all(type(layer).__bases__[0] is layers.SandwichLayer for layer in ours.model.layers)
     found = []
     for model in (ours, stock):

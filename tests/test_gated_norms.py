@@ -15,12 +15,12 @@ from liger_ext.models.modules import norms
 from liger_ext.models.patches import find_patch
 
 SIZE = 48
-OF_GROUPS = dict(group_size=SIZE // 3), dict(group_size=SIZE)
-OF_FALCON = [dict(n_groups=groups, norm_before_gate=before) for groups in (1, 3) for before in (True, False)]
+GROUP_OPTIONS = dict(group_size=SIZE // 3), dict(group_size=SIZE)
+FALCON_OPTIONS = [dict(n_groups=groups, norm_before_gate=before) for groups in (1, 3) for before in (True, False)]
 CLASSES = {  # the classes that our patches are named after, and their constructors' options
-    "zamba2.Zamba2RMSNormGated": OF_GROUPS,
-    "mamba2.MambaRMSNormGated": OF_GROUPS,
-    "falcon_h1.FalconH1RMSNormGated": OF_FALCON,
+    "zamba2.Zamba2RMSNormGated": GROUP_OPTIONS,
+    "mamba2.MambaRMSNormGated": GROUP_OPTIONS,
+    "falcon_h1.FalconH1RMSNormGated": FALCON_OPTIONS,
     "kimi_linear.KimiLinearRMSNormGated": [{}],
 }
 

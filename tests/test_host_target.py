@@ -122,7 +122,11 @@ BROKEN = {
     "MissingGroupDoubleBuffer": (63, "race: stores 4 bytes at shared memory + 0; other threads have read them"),
     "IncompleteGroup": ("{warp}", "divergence: this thread has returned, thread 0 waits at the group barrier"),
     "PartialWarpGroup": (0, "group barrier: group 0 of 16 threads"),
-    "DifferentBarriers": (3, "divergence: this thread waits at the block barrier", "thread 0 waits at the block barrier"),
+    "DifferentBarriers": (
+        3,
+        "divergence: this thread waits at the block barrier",
+        "thread 0 waits at the block barrier",
+    ),
     "EarlyReturn": (9, "divergence: this thread has returned, thread 0 waits at the shuffle"),
     "ShuffleBeyondWarp": (0, "shuffle out of range: lane 0 ^ {warp} is no lane of a warp of {warp}"),
     "UninitialisedShared": (2, "uninitialised: loads 4 bytes at shared memory + 8"),

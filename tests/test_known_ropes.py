@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import RecordCalls, normal
 from family_models import assert_same, build, freeze_few, patched
-from llama_models import TRANSFORMERS, assert_as_good, batch_of, one_thread, step  # noqa: F401
+from llama_models import TRANSFORMERS, assert_as_good, make_batch, one_thread, step  # noqa: F401
 
 from liger_ext.models.modules import decoder
 from liger_ext.models.modules.rope import known_rope
@@ -151,7 +151,7 @@ def test_attention_equals_stock(device, model_type, dtype):
     model = build(model_type, device, dtype, num_hidden_layers=4, **options)
     if dtype is torch.bfloat16:
         freeze_few(model)
-    ours, batch = patched(model), batch_of(device)
+    ours, batch = patched(model), make_batch(device)
     attention = [type(m) for m in ours.modules() if type(m).__name__ == f"{prefix}Attention"]
     assert len(attention) == 4 and all(issubclass(cls, decoder.Attention) for cls in attention)
     with RecordCalls() as record:

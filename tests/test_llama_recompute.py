@@ -7,9 +7,9 @@ import pytest
 import torch
 from llama_models import (
     LEVELS,
-    batch_of,
     build,
     lora,
+    make_batch,
     one_thread,  # noqa: F401
     patched,
     step,
@@ -32,7 +32,7 @@ def test_adapters_get_the_bits_they_would_have_kept(device, options):
     for memory in LEVELS[:2]:
         model = patched(stock, memory=memory)
         torch.manual_seed(3)  # for dropout
-        loss = model(**batch_of(device)).loss
+        loss = model(**make_batch(device)).loss
         for _ in range(2):  # the second run uses the graph again
             model.zero_grad()
             loss.backward(retain_graph=True)
@@ -62,8 +62,8 @@ def test_where_hooks_are_forbidden(device):
             return model(**batch)
 
     stock = lora(build(device=device), target_modules="all-linear").train()
-    expected = step(stock, batch_of(device))
-    found = step(patched(stock), batch_of(device), forward)
+    expected = step(stock, make_batch(device))
+    found = step(patched(stock), make_batch(device), forward)
     for name, value in expected.items():
         if name != "logits":
             torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5)
@@ -99,6 +99,6 @@ def test_hooks_of_others_see_every_tensor(device):
     seen = []
     model = patched(lora(build(device=device), target_modules="all-linear", lora_dropout=0.5).train())
     with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.numel()) or t, lambda t: t):
-        model(**batch_of(device)).loss.backward()
+        model(**make_batch(device)).loss.backward()
     h = 33 * 128
     assert seen.count(h) >= 2 * 3  # gate, up and h of two layers

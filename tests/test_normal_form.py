@@ -60,7 +60,7 @@ def _runs(python: Path) -> bool:
     return subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode == 0
 
 
-def sources_of_transformers() -> list[str]:
+def transformers_sources() -> list[str]:
     """Functions of transformers' models that are recognised by their code, and functions with similar names."""
     folder = Path(transformers.__file__).parent
     paths = sorted(folder.glob("models/*/modeling_*.py"))[::STEP]
@@ -86,7 +86,7 @@ def digests(python: str, corpus: Path) -> list[str | None]:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     path = tmp_path_factory.mktemp("sources") / "sources.json"
-    path.write_text(json.dumps(sources_of_transformers()))
+    path.write_text(json.dumps(transformers_sources()))
     return path
 
 

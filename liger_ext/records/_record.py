@@ -1,4 +1,4 @@
-"""The classes of the records: ``Record`` describes an op. ``Size`` and ``Make`` are the arguments of a record's
+"""The classes of the records: ``Record`` describes an op. ``Size`` and ``InputFactory`` are the arguments of a record's
 functions, ``Roundings`` and ``Timed`` the values of its fields."""
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def matrices(forward: int, backward: int, statistics: int = 0) -> Callable[[Size
     return moved
 
 
-class Make:
+class InputFactory:
     """Creates random tensors for an op's inputs, in one dtype (unless a call names another) on one device.
 
     ``generator``: by default one on the CPU, which draws the same values for all devices. ``ignored``: every
@@ -141,7 +141,7 @@ class Record:
 
     # The op's calls: the arguments by name, in the order of the function's parameters; the size of a call in a small
     # model with (tokens, hidden_size, vocab_size); the size of a call in a training step of an 8B Llama.
-    inputs: Callable[[Make, Size], dict[str, Any]]
+    inputs: Callable[[InputFactory, Size], dict[str, Any]]
     example: Callable[[int, int, int], Size]
     llama: Size
 
@@ -152,9 +152,9 @@ class Record:
     timed: tuple[Timed, ...]
     launched_as: str = ""
     launch_options: Callable[[Size, torch.dtype, _C.DeviceProfile, Mapping[str, Any]], Mapping[str, Any]] = (
-        lambda size, *of: {}
+        lambda size, *_: {}
     )
-    as_tuned: Callable[[Size, torch.dtype, _C.DeviceProfile], tuple[Size, Mapping[str, Any]]] = lambda size, *of: (
+    as_tuned: Callable[[Size, torch.dtype, _C.DeviceProfile], tuple[Size, Mapping[str, Any]]] = lambda size, *_: (
         size,
         {},
     )

@@ -15,8 +15,8 @@ from liger_ext import functional
 from liger_ext.functional import CrossEntropyOutput
 from liger_ext.models.patching.calls import is_called_bare
 from liger_ext.ops._checks import accumulator
-from liger_ext.ops._loss_devices import device_of
-from liger_ext.ops._loss_plan import Call, rows_of_logits
+from liger_ext.ops._loss_devices import device_index
+from liger_ext.ops._loss_plan import Call, head_chunk_rows
 
 # PEFT's adapters that process each row of hidden states independently. (Lily, for one, averages the rows of a call.)
 _TUNERS = "peft.tuners."
@@ -36,8 +36,8 @@ def rows_at_a_time(head: nn.Module, hidden_states: Tensor, memory: str | int | N
     if any(module.split(".")[2] not in _ROW_TUNERS for module in tuners):
         return None
     rows, hidden = hidden_states.shape
-    dtype, device = hidden_states.dtype, device_of(hidden_states.device)
-    chunk = rows_of_logits(Call.of(rows, hidden, vocab, dtype, device), "auto" if memory is None else memory)
+    dtype, device = hidden_states.dtype, device_index(hidden_states.device)
+    chunk = head_chunk_rows(Call.uniform(rows, hidden, vocab, dtype, device), "auto" if memory is None else memory)
     return chunk if chunk < rows else None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from liger_ext.ops._compile import introduce
+from liger_ext.ops._compile import register_later
 
 _LIBRARY = torch.library.Library("liger_ext_models", "FRAGMENT")  # apart from the public ops, which have records
 
@@ -47,7 +47,7 @@ def graph_op(arguments: str) -> Callable:
         _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"liger_ext_models::{name}", run, lib=_LIBRARY)
         op = getattr(torch.ops.liger_ext_models, name).default
-        introduce(op)
+        register_later(op)
 
         def call(*args):
             return op(*args) if torch.compiler.is_compiling() else function(*args)
