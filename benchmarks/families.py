@@ -1,5 +1,5 @@
-"""Times training steps of other families than Llama, by models of a few layers with the width and vocabulary of a
-published model: forward, backward, fused AdamW. Each provider runs in a separate process (`step_one.py`)."""
+"""Times training steps (forward, backward, fused AdamW) of model families other than Llama. Each model has the width
+and vocabulary of a published model, but only a few layers. Each provider runs in a separate process (`step_one.py`)."""
 
 from __future__ import annotations
 

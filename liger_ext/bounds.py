@@ -9,13 +9,13 @@ A result is computed in the accumulator's dtype (float32; float64 for float64) a
                                         the fused loss before the factor of its row (reduction "none")
   + the smallest normal float32         approximate exponentials and reciprocals of GPUs flush smaller values to zero
 
-with ``eps`` of the accumulator's dtype, and ``eps16`` of the dtype of the intermediate value. ``scale`` is the size of
-the intermediate values from which the element is computed (``Record.scales``). ``steps`` counts the roundings between
-inputs and result (``Record.roundings``): 1 for each operation; 4 for an exponential, reciprocal square root or error
-function, whose error is at most 2 ulp on every platform; 2 for a reciprocal. Every platform sums a row of ``length``
-elements in at least 16 partial sums, and the n roundings of a sum add up to sqrt(n) roundings (Higham and Mary, 2019);
-``sums`` is the number of row sums in the result. ``terms`` is the number of rows over which a parameter's gradient is
-summed.
+with ``eps`` of the accumulator's dtype, and ``eps16`` of the dtype of the intermediate value. ``scale`` is the
+magnitude of the intermediate values from which the element is computed (``Record.scales``). ``steps`` counts the
+roundings between inputs and result (``Record.roundings``): 1 for each operation; 4 for an exponential, reciprocal
+square root or error function, whose error is at most 2 ulp on every platform; 2 for a reciprocal. Every platform sums a
+row of ``length`` elements in at least 16 partial sums, and the n roundings of a sum add up to sqrt(n) roundings (Higham
+and Mary, 2019); ``sums`` is the number of row sums in the result. ``terms`` is the number of rows over which a
+parameter's gradient is summed.
 
 No platform has a term of its own. bf16 is a storage format only, so hardware without bf16 arithmetic has the same
 error. Only GPUs flush to zero, but the bound allows it everywhere, since it is too small to matter.
@@ -73,7 +73,7 @@ def bound(
         op, what: the op, and its result ("out", "loss") or the gradient of an input ("dx").
         exact: the result in float64, of any shape.
         dtype: the dtype in which the result is stored.
-        scale: the size of the values from which each element is computed; broadcasts to ``exact``.
+        scale: the magnitude of the values from which each element is computed; broadcasts to ``exact``.
         compute: the inputs' dtype (fused loss: the matmuls'), which determines the accumulator; ``dtype`` if None.
         length: the number of elements in a row's sums: columns, or the vocabulary size.
         terms: the number of rows over which a parameter's gradient is summed.

@@ -7,8 +7,8 @@ they run in the inputs' dtypes instead. Element i's error is measured in units o
 
     u[i] = half an ulp of the output's dtype at reference[i]  +  STEPS half-ulps of the accumulator's dtype at scale[i],
 
-where ``scale`` is the size of the intermediate values from which the element is computed (by default the largest value
-of its row; times sqrt(terms) / 2 for a sum over ``terms`` rows, if that is above 1). In this unit the errors of the
+where ``scale`` is the magnitude of the intermediate values from which the element is computed (by default its row's
+largest value; times sqrt(terms) / 2 for a sum over ``terms`` rows, if that is above 1). In this unit the errors of the
 rounding at the store are uniform in [-1, 1]. "random deviation" is the mean that such errors may have by chance. Then
 
     largest error  <=  1                     +  FACTOR * PyTorch's largest error

@@ -1,6 +1,7 @@
-"""Tests of the benchmark suites rows, flce, plans, log_probs, host and memory, on shapes too small for a measurement:
-the tables that they print, the files and plots that they write, providers that fail or are wrong, and the ratios in
-tables. The last tests compare predictions for the fused loss's plans on shapes of GPUs, without running them."""
+"""Tests of the benchmark suites rows, flce, plans, log_probs, host and memory, on shapes so small that times mean
+nothing: the tables that they print, the files and plots that they write, providers that fail or are wrong, and the
+ratios in tables. The last tests compare predictions for the fused loss's plans on shapes of GPUs, without running
+them."""
 
 import functools
 import importlib

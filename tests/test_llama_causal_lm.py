@@ -1,4 +1,5 @@
-"""Patched LlamaForCausalLM compared with transformers' own: loss, logits and gradients, for every kind of call."""
+"""A patched LlamaForCausalLM returns the loss, logits and gradients of stock transformers, with options of the patch,
+configurations of the model, and arguments of `forward`."""
 
 import inspect
 from collections import Counter

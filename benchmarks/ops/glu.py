@@ -1,4 +1,4 @@
-"""The compositions of PyTorch's functions and the peers with which the gated activations are compared."""
+"""The implementations with which our gated activations are compared: compositions of PyTorch's functions, and peers."""
 
 from __future__ import annotations
 

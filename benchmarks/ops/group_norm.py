@@ -1,4 +1,4 @@
-"""The composition of PyTorch's functions and the peers with which GroupNorm is compared."""
+"""The implementations with which our GroupNorm is compared: a composition of PyTorch's functions, and peers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The composition of PyTorch's functions and the peers with which the generalised Jensen-Shannon divergence is
-compared."""
+"""The implementations with which our generalised Jensen-Shannon divergence is compared: a composition of PyTorch's
+functions, and peers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The composition of PyTorch's functions and the peers with which cross entropy is compared."""
+"""The implementations with which our cross entropy is compared: a composition of PyTorch's functions, and peers."""
 
 from __future__ import annotations
 

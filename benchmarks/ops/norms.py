@@ -1,5 +1,5 @@
-"""The compositions of PyTorch's functions and the peers with which RMSNorm, add + RMSNorm and LayerNorm are
-compared."""
+"""The implementations with which our RMSNorm, add + RMSNorm and LayerNorm are compared: compositions of PyTorch's
+functions, and peers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The composition of PyTorch's functions and the peers with which squared ReLU is compared."""
+"""The implementations with which our squared ReLU is compared: a composition of PyTorch's functions, and peers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The composition of PyTorch's functions and the peers with which rotary position embedding is compared."""
+"""The implementations with which our rotary position embedding is compared: a composition of PyTorch's functions, and
+peers."""
 
 from __future__ import annotations
 

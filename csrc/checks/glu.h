@@ -1,4 +1,4 @@
-// Checks of the arguments of glu and glu_packed.
+// Checks of the arguments of glu (gate and up in two tensors), of glu_packed (both in one tensor), and of their backwards.
 #pragma once
 #include "checks/tensor.h"
 

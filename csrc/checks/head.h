@@ -1,4 +1,5 @@
-// Checks of the arguments of ops with a language-model head (ops/head.h), and the sizes of the tensors that they save (ops/fused_linear.h).
+// Checks the arguments of the ops with a language-model head (ops/head.h), and computes the sizes of the tensors that these ops save for
+// their backward (ops/fused_linear.h).
 #pragma once
 #include "checks/tensor.h"
 #include "launch/chunks.h"
@@ -38,7 +39,7 @@ inline HeadDtypes check_head(const char* op, const Tensor& x, const Tensor& weig
   return dtypes;
 }
 
-// The sum of dweight over chunks. Its first rows lie in dweight's memory, the others in a further tensor, the rest. The number of first
+// The sum of dweight over chunks. Its first rows lie in dweight's memory, the others in a further tensor, `rest`. The number of first
 // rows is a multiple of 64, so that matmuls begin aligned. A 16-bit sum has dweight's dtype, so that it is not rounded again.
 inline Dtype sum_dtype(const HeadDtypes& dtypes, Dtype weight) { return dtypes.accum == weight ? weight : dtypes.acc; }
 template <class Size> struct SumSizes {

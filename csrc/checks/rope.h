@@ -1,4 +1,4 @@
-// Checks of the arguments of rope and of its backward, and the strides of the outputs. The backward has the same arguments, with the
+// Checks the arguments of rope and of its backward, and computes the strides of the outputs. The backward has the same arguments, with the
 // gradients of the two outputs in place of q and k.
 #pragma once
 #include <utility>

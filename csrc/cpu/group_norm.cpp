@@ -1,6 +1,7 @@
-// GroupNorm on the CPU: bound by memory. An item (cpu/dispatch.h) is a group of one sample; its channels are contiguous. A second pass over
-// the group computes the variance of the centred values. Each channel has one weight and one bias. The backward sums dy and dy * (x - mean)
-// over each channel; these sums, times the weights, add up to the sums of the group. Each sample has a partial row of dweight and dbias.
+// GroupNorm on the CPU: bound by memory. An item (cpu/dispatch.h) is a group of one sample; its channels are contiguous. The forward
+// has three passes over a group: the mean, the sum of (x - mean)^2, and y. Each channel has one weight and one bias. The backward sums dy
+// and dy * (x - mean) over each channel; these sums, times the weights, add up to the sums of the group. Each sample has a partial row of
+// dweight and dbias.
 #include "kernels/group_norm.h"
 
 #include "cpu/simd.h"

@@ -1,5 +1,5 @@
-// The error for a target that is neither a class nor ignore_index. CPU kernels throw it directly; on a GPU, a kernel records the target
-// and the host throws the error later.
+// The error for a target that is neither a class nor ignore_index. CPU kernels throw it directly; on a GPU, a kernel records the target,
+// and the host throws the error at the start of a later op (raise_reported_targets in kernels/device.h).
 #pragma once
 #include <cstdint>
 

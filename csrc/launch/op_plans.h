@@ -1,5 +1,5 @@
-// The launches of whole ops, for Python. The doctor (python -m liger_ext doctor) shows them, and tests check that they are legal and cover
-// all of the work, for any GPU, whether or not it is available.
+// Lists the launches of an op's call without running it, for any GPU, also one that the machine lacks. Python reads the list by _C.plans:
+// the doctor (python -m liger_ext doctor) prints it, and tests check that the launches are legal and together cover all of the work.
 #pragma once
 #include <functional>
 #include <map>

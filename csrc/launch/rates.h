@@ -1,4 +1,5 @@
-// Rates: the speeds of a device's matmuls, memory and launches, from which the fused loss estimates the time of a plan (trace/cost.h).
+// Rates of a device: matmul operations per second, bytes of memory per second, and seconds per kernel launch. The fused loss estimates the
+// time of a plan from them (trace/cost.h).
 #pragma once
 #include <cstdint>
 

@@ -1,5 +1,6 @@
-// Accumulates rows in a wider dtype than their result's: dweight or dx in fp32 for a 16-bit result. The result's memory holds the first
-// rows of the sum, an overflow buffer (`rest`) the others. The conversion is in place: it allocates no more than a few rows.
+// RowSum: a matrix to which matmuls of several chunks add, in a wider dtype than the result: dweight or dx in fp32 for a 16-bit result. The
+// result's memory holds as many first rows of the sum as fit, a second buffer (`rest`) the others. The conversion to the result's dtype is
+// in place, and allocates at most a few rows.
 #pragma once
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-// liger_ext._C: device profiles, launch plans (of the library liger_ext_plans) and the ops' checks, for Python. Nothing here needs torch.
+// The Python module liger_ext._C: device profiles, launch plans (of the library liger_ext_plans) and the ops' checks. Needs no torch.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -1,5 +1,5 @@
-"""The names of ``liger_kernel.ops`` that liger_ext itself does not have: ops as classes with ``apply``, and helpers
-that other packages import for their own Triton kernels.
+"""The names of ``liger_kernel.ops`` that liger_ext lacks: ops as classes with ``apply``, and helpers that other
+packages import for their own Triton kernels.
 
 Each ``apply`` takes Liger-Kernel's positional arguments and returns the same results. Arguments that select a kernel
 (``row_mode``, ``ce_impl``, ...) and ``in_place`` have no effect: no input is ever written. The classes are not derived

@@ -1,10 +1,10 @@
-"""The names of ``liger_kernel.transformers`` that liger_ext itself does not have: patch functions with Liger-Kernel's
-behaviour, and the loss for forward functions that callers write themselves.
+"""The names of ``liger_kernel.transformers`` that liger_ext lacks or defines differently: patch functions with
+Liger-Kernel's behaviour, and the loss (``LigerForCausalLMLoss``) for users who write a model's forward.
 
-A patch function of this file differs from ``liger_ext``'s in four points. It accepts None for a switch that is off. It
-has Liger-Kernel's signature, since callers inspect it. A model that it has patched returns None as ``output.logits`` if
-no logits were computed (``models.modules.as_liger_kernel``). For a model that is already patched, the old options stay,
-and a message is logged (``logging.getLogger("liger_ext")``).
+A patch function of this file differs from liger_ext's function of the same name in four points. A switch that is None
+is off. The signature is Liger-Kernel's, since callers inspect it. A model that it has patched returns None as
+``output.logits`` if no logits were computed (``models.modules.as_liger_kernel``). A second call for a model keeps the
+first call's options and logs a message (``logging.getLogger("liger_ext")``).
 """
 
 import functools

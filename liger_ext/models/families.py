@@ -61,7 +61,7 @@ def apply_liger_kernel_to_llama(
         swiglu: the MLPs' gated activation. MLPs with another `hidden_act` than SiLU and GELU stay unpatched.
         model: patch this instance only. None: patch every Llama that is constructed from now on, by its class or by
             `from_pretrained` and `from_config`, until the handle is reverted. Models built until then stay patched.
-            The last of several calls with None counts.
+            If several calls pass None, the last applies.
         fused_add_rms_norm: residual addition and post-attention norm in one op; needs `rms_norm`.
         memory: the level of memory, which decides the tensors that a training step saves for its backward. None: an
             already patched model keeps its level, others get `"auto"`. `"fast"`: saves the tensors that transformers'

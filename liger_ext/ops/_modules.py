@@ -1,4 +1,4 @@
-"""The base class of the norm modules, and checks of constructor arguments for the modules of all ops."""
+"""The base class of the norm modules, and functions that check constructor arguments, for the modules of all ops."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ this folder has the records of one family of ops. A record's main parts:
 
 - the formula (``reference``), which is evaluated in float64 for exact results;
 - the baseline, a composition of PyTorch's own functions, whose error limits the op's error (``rule.py``);
-- the scales: for each result, the size of the intermediate values from which it is computed. Rounding errors are
-  proportional to that size (``bounds.py``);
+- the scales: for each result, the magnitude of the intermediate values from which it is computed. Rounding errors
+  are proportional to that magnitude (``bounds.py``);
 - the benchmarks: the sizes and options with which ``benchmarks rows`` times the op.
 
 A new op needs a module in this folder; ``RECORDS`` is built from all modules.

@@ -1,5 +1,5 @@
 """Constants and functions that the records of all norms share: counts of roundings, sizes to time, and the scale of dx
-(the size of the intermediate values from which dx is computed)."""
+(the magnitude of the intermediate values from which dx is computed)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The classes of the records: ``Record`` describes an op. ``Size`` and ``InputFactory`` are the arguments of a record's
-functions, ``Roundings`` and ``Timed`` the values of its fields."""
+"""The classes of the records. A ``Record`` describes an op. Its functions receive a ``Size`` (the sizes of a call) and
+an ``InputFactory`` (which creates random tensors for the op's inputs). The field ``roundings`` holds ``Roundings``
+(counts for the error bound), the field ``timed`` holds ``Timed`` (benchmarks)."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from liger_ext.records._sizes import Tensors
 @dataclass(frozen=True)
 class Roundings:
     """The counts from which ``bounds.py`` derives the largest error of a result. ``steps``: the successive roundings
-    between inputs and result, each at most half an ulp of the result's scale. ``sums``: the number of sums over a row
-    in the result."""
+    between inputs and result, each at most half an ulp of the result's scale (``Record.scales``). ``sums``: the number
+    of sums over a row in the result."""
 
     steps: float
     sums: float = 0.0
@@ -118,10 +119,10 @@ class Record:
     TypeError that names a missing field.
 
     The op's definition: ``reference`` is the formula (called in float64), ``baseline`` a composition of PyTorch's own
-    functions, whose error limits the op's (rule.py). ``scales`` returns the size of the intermediate values of a result
-    by the result's name, for results that are small differences of large numbers; without an entry it is the largest
-    value of the result's row. If there is an entry "dx bound", bounds.py uses it in place of "dx". ``roundings``: the
-    counts of each result and gradient (bounds.py).
+    functions, whose error limits the op's (rule.py). ``scales`` returns, by the result's name, the magnitude of the
+    intermediate values from which a result is computed, for results that are small differences of large numbers. For a
+    result without a scale, it is the largest value of the result's row. If there is a scale "dx bound", bounds.py uses
+    it in place of "dx". ``roundings``: the counts of each result and gradient (bounds.py).
     """
 
     name: str
@@ -136,7 +137,7 @@ class Record:
     row_length: Callable[[Mapping[str, Any]], int] | None = None  # of its sums; None: the first floating input's
     stores: bool = False  # reference and baseline take the compute dtype as ``stored``
     native: bool = False  # the baseline runs in the inputs' dtypes, and rounding errors need not average out
-    # Returns the results for which an intermediate value of their size is rounded to the compute dtype.
+    # Returns the results for which an intermediate value of their magnitude is rounded to the compute dtype.
     rounded: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda inputs: ()
 
     # The op's calls: the arguments by name, in the order of the function's parameters; the size of a call in a small

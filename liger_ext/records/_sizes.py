@@ -1,4 +1,4 @@
-"""Helpers that compute the records' scales: the sizes of intermediate values, to which rounding errors are
+"""Helpers that compute the records' scales: the magnitudes of intermediate values, to which rounding errors are
 proportional."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Tensors = Mapping[str, Tensor]
 
 
 def stored_steps(dtype: torch.dtype) -> float:
-    """Returns the size of one rounding to ``dtype`` in units of four roundings of the accumulator, as the rule counts
+    """Returns the error of one rounding to ``dtype`` in units of four roundings of the accumulator, as the rule counts
     them; at least 1."""
     return max(1.0, torch.finfo(dtype).eps / torch.finfo(accumulator(dtype)).eps / 4)
 

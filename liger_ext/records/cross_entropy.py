@@ -1,5 +1,5 @@
 """The record of cross entropy: the formula of the loss with all options, Hugging Face's computation as the baseline,
-the sizes of intermediate values (the scales of rounding errors), and the shapes to time."""
+the magnitudes of intermediate values (the scales of rounding errors), and the shapes to time."""
 
 from __future__ import annotations
 

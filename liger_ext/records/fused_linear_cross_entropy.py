@@ -1,6 +1,6 @@
 """The record of the fused loss: cross entropy's formula and baseline, applied to the logits of a head; the scales of
-rounding errors, which include the roundings of logits that are stored in 16 bits; and the facts from which its launch
-plans follow. benchmarks/flce.py times the op."""
+rounding errors (magnitudes of intermediate values), which include the roundings of logits that are stored in 16 bits;
+and the facts from which its launch plans follow. benchmarks/flce.py times the op."""
 
 from __future__ import annotations
 

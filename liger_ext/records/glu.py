@@ -1,5 +1,6 @@
 """The records of SwiGLU and GeGLU, each as an op of two tensors and as an op of one packed tensor, whose halves are
-gate and up: formulas, baselines, sizes of intermediate values (the scales of rounding errors), and shapes to time."""
+gate and up: formulas, baselines, magnitudes of intermediate values (the scales of rounding errors), and shapes to
+time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The record of GroupNorm: its formula, ``torch.group_norm`` as the baseline, the sizes of intermediate values (the
-scales of rounding errors), and the feature maps to time."""
+"""The record of GroupNorm: its formula, ``torch.group_norm`` as the baseline, the magnitudes of intermediate values
+(the scales of rounding errors), and the feature maps to time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The record of the generalised Jensen-Shannon divergence: its formula, TRL's computation as the baseline, the sizes of
-intermediate values (the scales of rounding errors), and the shapes to time."""
+"""The record of the generalised Jensen-Shannon divergence: its formula, TRL's computation as the baseline, the
+magnitudes of intermediate values (the scales of rounding errors), and the shapes to time."""
 
 from __future__ import annotations
 

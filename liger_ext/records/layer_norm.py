@@ -1,5 +1,5 @@
-"""The record of LayerNorm: its formula, ``F.layer_norm`` as the baseline, the sizes of intermediate values (the scales
-of rounding errors), and the shapes to time."""
+"""The record of LayerNorm: its formula, ``F.layer_norm`` as the baseline, the magnitudes of intermediate values (the
+scales of rounding errors), and the shapes to time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The records of RMSNorm and add+RMSNorm, the norm of ``x + residual``: formulas, baselines with ``F.rms_norm``, sizes
-of intermediate values (the scales of rounding errors), and shapes to time."""
+"""The records of RMSNorm and add+RMSNorm, the norm of ``x + residual``: formulas, baselines with ``F.rms_norm``,
+magnitudes of intermediate values (the scales of rounding errors), and shapes to time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record of the rotary position embedding: its formula, which is also the baseline, the sizes of intermediate
+"""The record of the rotary position embedding: its formula, which is also the baseline, the magnitudes of intermediate
 values (the scales of rounding errors), and the shapes to time."""
 
 from __future__ import annotations

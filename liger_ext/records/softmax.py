@@ -1,5 +1,5 @@
-"""The record of softmax over rows: ``torch.softmax`` as the formula and as the baseline, the size of the intermediate
-values of dx (the scale of its rounding errors), and the shapes to time."""
+"""The record of softmax over rows: ``torch.softmax`` as the formula and as the baseline, the magnitude of the
+intermediate values of dx (the scale of its rounding errors), and the shapes to time."""
 
 from __future__ import annotations
 

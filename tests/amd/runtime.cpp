@@ -65,7 +65,7 @@ struct {
 
 }  // namespace
 
-// ---------------------------------------------------------------- for Python
+// ---------------------------------------------------------------- called from Python
 #pragma GCC visibility push(default)  // exports.map lists the functions that other libraries see
 extern "C" {
 

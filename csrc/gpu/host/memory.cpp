@@ -64,7 +64,7 @@ void touch_global(const Access& access) {
     for (const Buffer& buffer : last->buffers) {
       near = &buffer;
       if (!buffer.holds(offset_in(buffer), access.size)) continue;
-      // Of several views, takes the one that allows the access.
+      // If several views cover the address, selects the view that allows the access.
       if (inside == nullptr || (access.writes ? inside->content == Content::input : inside->content == Content::output)) inside = &buffer;
     }
   if (inside == nullptr) {

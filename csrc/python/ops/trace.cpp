@@ -1,4 +1,4 @@
-// Binds the trace of the fused loss (csrc/trace) for Python: the costs of plans, and the matmuls and kernels of a plan.
+// Python bindings of the trace of the fused loss (csrc/trace): the costs of plans, and the matmuls and kernels of a plan.
 #include "trace/fused_loss.h"
 
 #include "python/ops.h"

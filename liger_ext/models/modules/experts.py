@@ -1,5 +1,5 @@
-"""Mixins for mixture-of-experts modules whose experts' weights are stored in one tensor. Our op replaces the gated
-activation between the two matmuls of the experts."""
+"""Mixins that patch mixture-of-experts modules which store the weights of all experts in one tensor per projection.
+They replace the gated activation between the experts' two matmuls by one of our ops; the matmuls stay."""
 
 import math
 

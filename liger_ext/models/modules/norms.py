@@ -1,4 +1,5 @@
-"""Mixins for transformers' norms, whose classes differ in how they apply the weight and where they round."""
+"""Mixins that patch transformers' norms: several, since the classes differ in how they apply the weight and where they
+round."""
 
 import functools
 

@@ -42,8 +42,8 @@ class PatchHandle(contextlib.ExitStack[None]):
     """Reverts a patch: call `revert()`, or use the handle as a context manager.
 
     A handle reverts the changes of its own call. Reverting twice is harmless. Handles of different models, or of parts
-    without a common module, may be reverted in any order; of several for one model, revert the last one first. A handle
-    does not keep a model alive.
+    without a common module, may be reverted in any order. Revert several handles of one model in the reverse order of
+    their calls. A handle does not keep a model alive.
     """
 
     def revert(self) -> None:

@@ -1,8 +1,8 @@
 """Counts the runs of a decoder layer inside a checkpoint.
 
-torch.utils.checkpoint runs a function once without saving tensors, and a second time to compute the tensors that the
-backward needs. The result of the second run is only differentiated, never read, so in that run the layer leaves out the
-matmuls that only compute the result.
+torch.utils.checkpoint runs a function once without saving tensors, and a second time, in the backward, to compute the
+tensors that the backward needs. The result of the second run is only differentiated, never read, so in that run the
+layer leaves out the matmuls that only compute the result.
 """
 
 from __future__ import annotations
