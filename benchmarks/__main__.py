@@ -117,9 +117,9 @@ def redraw(name: str, file: Path, out: Path) -> None:
         print(f"picture: {path}")
 
 
-def _timing_again(made: dict) -> Timing | dict:
+def _timing_again(record: dict) -> Timing | dict:
     """Rebuilds a Timing from the JSON object with its fields."""
-    return Timing(**made) if made.keys() == {field.name for field in dataclasses.fields(Timing)} else made
+    return Timing(**record) if record.keys() == {field.name for field in dataclasses.fields(Timing)} else record
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from liger_ext._timing import failure
+from liger_ext._timing import failure_text
 
 from . import context_one, step_one, train_one
 
@@ -29,7 +29,7 @@ def main() -> None:
     try:
         result = TASKS[request.pop("task")](**request, say=lambda text: answer(say=text))
     except Exception as error:
-        answer(error=failure(error))
+        answer(error=failure_text(error))
         raise
     answer(result=dataclasses.asdict(result))
 

@@ -79,8 +79,8 @@ def draw(records: list[Context], settings: suite.Settings, folder: Path) -> list
     done = [r for r in records if r.tokens]
     if not done:
         return []
-    models, names = (list(dict.fromkeys(getattr(r, of) for r in done)) for of in ("model", "provider"))
+    models, names = (list(dict.fromkeys(getattr(r, key) for r in done)) for key in ("model", "provider"))
     found = {(r.model, r.provider): r.tokens / 1024 for r in done}
-    made, (axis,) = suite.figure(1)
+    picture, (axis,) = suite.figure(1)
     suite.bars(axis, models, {n: [found.get((m, n)) for m in models] for n in names}, "longest sequence, 1,024 tokens")
-    return [suite.save(made, folder / f"context_{settings.device}_{settings.dtype}.png")]
+    return [suite.save(picture, folder / f"context_{settings.device}_{settings.dtype}.png")]

@@ -103,14 +103,14 @@ def search(
         trained(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
 
-    def peak_of(count: int) -> int | None:
+    def measure_peak(count: int) -> int | None:
         tokens, fits = count * unit, True
         meter.reset()
         start = time.perf_counter()
         try:
             step(tokens)
         except RuntimeError as error:
-            if not _is_out_of_memory(error):
+            if not _is_memory_error(error):
                 raise
             fits = False
         # Not inside `except`: the exception references the frames and thereby the tensors of the failed step.
@@ -121,8 +121,8 @@ def search(
         if place.type == "cuda":
             torch.cuda.empty_cache()
         found.trials.append((tokens, peak if fits else None))
-        said = f"{peak / 2**30:.2f} GiB of {limit / 2**30:.2f}" if fits else "does not fit"
-        say(f"{tokens:,} tokens: {said} ({time.perf_counter() - start:.0f} s)")
+        outcome = f"{peak / 2**30:.2f} GiB of {limit / 2**30:.2f}" if fits else "does not fit"
+        say(f"{tokens:,} tokens: {outcome} ({time.perf_counter() - start:.0f} s)")
         return peak if fits else None
 
     predicted = footprint.longest_context(config, kind, limit)
@@ -130,12 +130,12 @@ def search(
     say(f"{limit / 2**30:.2f} GiB should hold {predicted:,} tokens")
     step(min(unit, 128))  # allocates the optimizer's states
     optimizer.zero_grad(set_to_none=True)
-    count, found.sure = bisect(peak_of, limit, predicted // unit)
+    count, found.sure = bisect(measure_peak, limit, predicted // unit)
     found.tokens = count * unit
     return found
 
 
-def _is_out_of_memory(error: RuntimeError) -> bool:
+def _is_memory_error(error: RuntimeError) -> bool:
     """Errors of torch, and of libraries that allocate memory themselves."""
     return isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in str(error) or "out of memory" in str(error)
 

@@ -53,7 +53,7 @@ def in_turns(calls: dict[str, Callable], rounds: int, burst: int) -> dict[str, T
             end.record()
             end.synchronize()
             samples[name].append(slowest(start.elapsed_time(end) * 1e3 / burst))
-    return {name: Timing.of(values) for name, values in samples.items()}
+    return {name: Timing.from_samples(values) for name, values in samples.items()}
 
 
 def slowest(value: float) -> float:

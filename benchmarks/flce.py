@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from matplotlib.ticker import LogLocator, MaxNLocator
 
 import liger_ext.functional as LF
-from liger_ext._timing import Timing, failure
+from liger_ext._timing import Timing, failure_text
 from liger_ext.ops._loss_plan import LEVELS
 
 from . import suite
 from .flce_errors import MATMUL, Errors, Exact
-from .installed import Peer, functions_of
+from .installed import Peer, installed_functions
 from .timing import peak_mib, time_cpu
 
 # Rows, hidden size, vocabulary, and the share of ignored targets.
@@ -72,7 +72,7 @@ def providers(counted: bool = False) -> dict[str, Callable]:
         ours[f"liger_ext, {level}"] = partial(_ours, counted=counted, memory=level)
     for level in ("low", "min"):
         ours[f"liger_ext, {level}, {SUM}"] = partial(_ours, counted=counted, memory=level, sums=True)
-    return {**ours, "torch": _eager, "torch.compile": compiled, **functions_of(PEERS)}
+    return {**ours, "torch": _eager, "torch.compile": compiled, **installed_functions(PEERS)}
 
 
 def _ours(x, w, t, memory="auto", counted=False, sums=False):
@@ -96,7 +96,7 @@ def time_beside_floor(floor: Callable, call: Callable, rounds: int = 12, burst: 
             end.record()
             end.synchronize()
             into.append(start.elapsed_time(end) * 1e3 / burst)
-    return Timing.of(samples[0]), Timing.of(samples[1])
+    return Timing.from_samples(samples[0]), Timing.from_samples(samples[1])
 
 
 def inputs(
@@ -110,7 +110,7 @@ def inputs(
     return x, w, target
 
 
-def gradient_of_logits(x: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+def logits_gradient(x: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     """The gradient that the op multiplies: random numbers of both signs would draw more power, and slow down the
     floor."""
     out = torch.empty(len(x), len(w), device=x.device, dtype=x.dtype)
@@ -122,9 +122,9 @@ def gradient_of_logits(x: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> tor
 
 
 @torch.no_grad()
-def floor_of(x: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> Callable[[], object]:
+def make_floor(x: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> Callable[[], object]:
     """The three matmuls with these operands."""
-    g = gradient_of_logits(x, w, t)
+    g = logits_gradient(x, w, t)
 
     @torch.no_grad()
     def floor():
@@ -140,12 +140,12 @@ def gradients(function: Callable, x: torch.Tensor, w: torch.Tensor, t: torch.Ten
 def run(settings: suite.Settings) -> Iterator[Result]:
     for rows, hidden, vocab, ignored in SHAPES_CPU if settings.device == "cpu" else SHAPES_CUDA:
         x, w, t = inputs(rows, hidden, vocab, settings, ignored)
-        floor = floor_of(x, w, t)
+        floor = make_floor(x, w, t)
         functions = {n: f for n, f in providers(counted=ignored > 0).items() if settings.wants(n)}
         calls = {name: partial(gradients, function, x, w, t) for name, function in functions.items()}
         shape = f"{rows}x{hidden}x{vocab}" + f", {ignored:.0%} ignored" * (ignored > 0)
         exact = Exact(x, w, t)
-        result = Result(shape, settings.dtype, {}, {}, {}, {MATMUL: exact.of_one_matmul()})
+        result = Result(shape, settings.dtype, {}, {}, {}, {MATMUL: exact.matmul_errors()})
         for name, call in calls.items():
             if settings.device == "cpu":
                 timed = time_cpu({"floor": floor, name: call}, seconds=2.0)
@@ -157,13 +157,13 @@ def run(settings: suite.Settings) -> Iterator[Result]:
                 result.errors[name] = exact.errors(functions[name])
                 result.floors[name], result.times[name] = time_beside_floor(floor, call)
             except Exception as error:  # a peer that cannot run this shape must not end the run
-                result.times[name] = failure(error)
+                result.times[name] = failure_text(error)
                 torch.cuda.synchronize()
         yield result
         del x, w, t, floor, calls, exact
 
 
-def share_of(result: Result, provider: str) -> float | None:
+def floor_share(result: Result, provider: str) -> float | None:
     timing = result.times.get(provider)
     return result.floors[provider].median / timing.median if isinstance(timing, Timing) else None
 
@@ -173,7 +173,7 @@ def line(result: Result) -> str:
 
 
 def cell(result: Result, provider: str) -> str:
-    share = share_of(result, provider)
+    share = floor_share(result, provider)
     if share is None:
         return "fails" if provider in result.times else ""
     peak = f", {result.peak_mib[provider]:,.0f} MiB" if provider in result.peak_mib else ""
@@ -185,7 +185,7 @@ def table(results: list[Result], settings: suite.Settings) -> list[suite.Grid]:
 
 
 def _errors(results: list[Result], settings: suite.Settings) -> suite.Grid:
-    names = [name for name in suite.names_of(result.errors for result in results) if name != MATMUL]
+    names = [name for name in suite.provider_names(result.errors for result in results) if name != MATMUL]
     grid = suite.Grid(
         f"{settings.dtype}: error of dweight and of the loss, relative, against float64 over logits and their gradient "
         f"rounded to {settings.dtype}",
@@ -198,7 +198,7 @@ def _errors(results: list[Result], settings: suite.Settings) -> suite.Grid:
 
 
 def _times(results: list[Result], settings: suite.Settings) -> suite.Grid:
-    names = suite.names_of(result.times for result in results)
+    names = suite.provider_names(result.times for result in results)
     grid = suite.Grid(
         f"{settings.dtype}: forward + backward: time, time of three matmuls (timed in turns) over it, "
         "and peak memory above the inputs",
@@ -211,26 +211,26 @@ def _times(results: list[Result], settings: suite.Settings) -> suite.Grid:
 
 
 def draw(results: list[Result], settings: suite.Settings, folder: Path) -> list[Path]:
-    made, (axis,) = suite.figure(1, width=18)
-    names = suite.names_of(result.times for result in results)
-    shares = {name: [share_of(result, name) for result in results] for name in names}
+    picture, (axis,) = suite.figure(1, width=18)
+    names = suite.provider_names(result.times for result in results)
+    shares = {name: [floor_share(result, name) for result in results] for name in names}
     suite.bars(axis, [result.shape for result in results], shares, "three matmuls / forward + backward")
     axis.axhline(1, color="k", linestyle="--", linewidth=1)
     axis.set_title("fused linear cross entropy beside its floor (rows x hidden x vocab)")
-    pictures = [suite.save(made, folder / f"flce_{settings.device}_{settings.dtype}.png")]
+    pictures = [suite.save(picture, folder / f"flce_{settings.device}_{settings.dtype}.png")]
     measured = [result for result in results if result.peak_mib]
     if measured:
         columns = min(4, len(measured))
-        made, axes = suite.figure(columns, width=4.4, height=3.4, rows=-(-len(measured) // columns))
+        picture, axes = suite.figure(columns, width=4.4, height=3.4, rows=-(-len(measured) // columns))
         for axis in axes[len(measured) :]:
             axis.remove()
         for axis, result in zip(axes, measured, strict=False):
-            _front(axis, result, [name for name in names if any(name in each.peak_mib for each in measured)])
-        pictures.append(suite.save(made, folder / f"flce_memory_{settings.device}_{settings.dtype}.png"))
+            _plot_over_memory(axis, result, [name for name in names if any(name in each.peak_mib for each in measured)])
+        pictures.append(suite.save(picture, folder / f"flce_memory_{settings.device}_{settings.dtype}.png"))
     return pictures
 
 
-def _front(axis, result: Result, names: list[str]) -> None:
+def _plot_over_memory(axis, result: Result, names: list[str]) -> None:
     """Plots peak memory and time of each provider, less is better; a line joins our levels, which are labelled."""
     ours = []
     for i, name in enumerate(names):

@@ -30,33 +30,33 @@ class Exact:
         self._stored = torch.empty(len(x), len(self._classes), device=x.device, dtype=x.dtype)
         losses = []
         with torch.no_grad():
-            logits_of = x @ w.T
+            all_logits = x @ w.T
             for first in range(0, len(x), _ROWS):
                 rows = slice(first, first + _ROWS)
-                logits, target = logits_of[rows].double(), t[rows]
+                logits, target = all_logits[rows].double(), t[rows]
                 counts = target >= 0
                 lse = torch.logsumexp(logits, 1)
                 at_target = logits.gather(1, target.clamp(min=0)[:, None])[:, 0]
                 losses.append((lse - at_target)[counts])
-                of_classes = (logits[:, self._classes] - lse[:, None]).exp() - (
+                class_gradients = (logits[:, self._classes] - lse[:, None]).exp() - (
                     self._classes == target[:, None]
                 ).double()
-                self._stored[rows] = (of_classes * counts[:, None]).to(x.dtype)
+                self._stored[rows] = (class_gradients * counts[:, None]).to(x.dtype)
             self._count = int((t >= 0).sum())
             self._loss = float(torch.cat(losses).sum()) / self._count
             self._dweight = self._stored.double().T @ x.double() / self._count
 
-    def of_one_matmul(self) -> Errors:
+    def matmul_errors(self) -> Errors:
         x, *_ = self._arguments
         with torch.no_grad():
-            made = torch.addmm(x.new_zeros(()), self._stored.T, x, beta=0, alpha=1 / self._count)
-        return Errors(self._off(made), None)
+            found = torch.addmm(x.new_zeros(()), self._stored.T, x, beta=0, alpha=1 / self._count)
+        return Errors(self._off(found), None)
 
-    def errors(self, loss_of: Callable) -> Errors:
-        loss = loss_of(*self._arguments)
+    def errors(self, loss_function: Callable) -> Errors:
+        loss = loss_function(*self._arguments)
         (dweight,) = torch.autograd.grad(loss, self._arguments[1])
         off = abs(float(loss.detach().double()) - self._loss) / abs(self._loss)
         return Errors(self._off(dweight[self._classes]), off)
 
-    def _off(self, made: torch.Tensor) -> float:
-        return float((made.double() - self._dweight).norm() / self._dweight.norm())
+    def _off(self, found: torch.Tensor) -> float:
+        return float((found.double() - self._dweight).norm() / self._dweight.norm())

@@ -23,7 +23,7 @@ class Footprint:
     parameters: int
     gradients: int
     states: int
-    kept: int  # saved tensors of the forward
+    saved: int  # saved tensors of the forward
     workspace: int | None  # of the loss's backward, besides the saved tensors; None: not known
     tied: int  # the embedding's gradient, before it is added to the head's; 0 if not tied
 
@@ -31,7 +31,7 @@ class Footprint:
     def peak(self) -> int | None:
         if self.workspace is None:
             return None
-        return self.parameters + self.states + max(self.kept + self.workspace, self.gradients + self.tied)
+        return self.parameters + self.states + max(self.saved + self.workspace, self.gradients + self.tied)
 
 
 def count_parameters(config: dict) -> int:
@@ -55,5 +55,5 @@ def longest_context(config: dict, dtype: torch.dtype, limit: int) -> int:
     parameters = count_parameters(config)
     begins = limit - (3 * parameters + config["vocab_size"] * config["hidden_size"]) * dtype.itemsize
     ends = limit - 4 * parameters * dtype.itemsize
-    of_a_layer = 6 * config["intermediate_size"] * dtype.itemsize
-    return max(0, min(begins // checkpointed_bytes_per_token(config, dtype), ends // of_a_layer))
+    layer_bytes = 6 * config["intermediate_size"] * dtype.itemsize
+    return max(0, min(begins // checkpointed_bytes_per_token(config, dtype), ends // layer_bytes))

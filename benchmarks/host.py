@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from liger_ext._timing import Timing
-from liger_ext.records import RECORDS, Make
+from liger_ext.records import RECORDS, InputFactory
 
 from . import suite
 from .ops import functions
@@ -48,8 +48,8 @@ def cases(settings: suite.Settings) -> Iterator[Case]:
             if any(size.heads):  # as many elements, in heads of 64
                 size = replace(size.at(max(4, rows * cols // (16 * 64)), 64), heads=(12, 4, 64))
             generator = torch.Generator(settings.device).manual_seed(0)
-            made = record.inputs(Make(settings.torch_dtype, settings.device, generator, ignored=0), size)
-            yield Case(name, tuple(made.values()), functions(name))
+            arguments = record.inputs(InputFactory(settings.torch_dtype, settings.device, generator, ignored=0), size)
+            yield Case(name, tuple(arguments.values()), functions(name))
 
 
 def _step(function: Callable, inputs: tuple[torch.Tensor, ...]) -> Callable[[], object]:
@@ -59,8 +59,8 @@ def _step(function: Callable, inputs: tuple[torch.Tensor, ...]) -> Callable[[], 
     gradients = [torch.randn_like(t) if t.dim() else torch.ones_like(t) for t in outputs]
 
     def step() -> object:
-        made = function(*inputs)
-        return torch.autograd.grad(made if isinstance(made, tuple) else (made,), wanted, gradients)
+        results = function(*inputs)
+        return torch.autograd.grad(results if isinstance(results, tuple) else (results,), wanted, gradients)
 
     return step
 
@@ -79,7 +79,7 @@ def _time(calls: dict[str, Callable[[], object]], device: str) -> dict[str, Timi
             if sample >= 0:
                 samples[name].append(spent / BURST * 1e6)
     wait()
-    return {name: Timing.of(values) for name, values in samples.items()}
+    return {name: Timing.from_samples(values) for name, values in samples.items()}
 
 
 def run(settings: suite.Settings) -> Iterator[HostTime]:
@@ -99,7 +99,7 @@ def line(record: HostTime) -> str:
 
 
 def table(records: list[HostTime], settings: suite.Settings) -> suite.Grid:
-    names = suite.names_of(r.forward for r in records)
+    names = suite.provider_names(r.forward for r in records)
     grid = suite.Grid(f"{settings.dtype}: host time of a call", ["op", "shape", "", *names])
     for record in records:
         for what, times in (("forward, no grad", record.forward), ("forward + backward", record.step)):
@@ -109,8 +109,8 @@ def table(records: list[HostTime], settings: suite.Settings) -> suite.Grid:
 
 
 def draw(records: list[HostTime], settings: suite.Settings, folder: Path) -> list[Path]:
-    made, axes = suite.figure(2)
-    names = suite.names_of(r.forward for r in records)
+    picture, axes = suite.figure(2)
+    names = suite.provider_names(r.forward for r in records)
     for axis, what in zip(axes, ("forward", "step"), strict=True):
         times = [getattr(r, what) for r in records]
         suite.bars(axis, [r.op for r in records], {
@@ -118,4 +118,4 @@ def draw(records: list[HostTime], settings: suite.Settings, folder: Path) -> lis
         }, "microseconds")  # fmt: skip
         axis.set_yscale("log")
         axis.set_title("forward, no grad" if what == "forward" else "forward + backward")
-    return [suite.save(made, folder / f"host_{settings.device}_{settings.dtype}.png")]
+    return [suite.save(picture, folder / f"host_{settings.device}_{settings.dtype}.png")]

@@ -35,6 +35,6 @@ def is_here(peer: Peer) -> bool:
     return has(package) or (peer.cpu and importlib.util.find_spec(package) is not None)
 
 
-def functions_of(peers: dict[str, Peer]) -> dict[str, Callable]:
+def installed_functions(peers: dict[str, Peer]) -> dict[str, Callable]:
     """The installed peers, as functions of an op's inputs."""
     return {name: peer.function() for name, peer in peers.items() if is_here(peer)}

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_ext._timing import Timing, failure
+from liger_ext._timing import Timing, failure_text
 
 from . import flce, suite
 from .log_probs_errors import Errors, Exact
@@ -86,7 +86,7 @@ class Inputs:
     bonus: Tensor  # factors of entropies, not expanded, because verl's kernel needs a contiguous gradient
 
     @staticmethod
-    def of(shape: Shape, case: Case, settings: suite.Settings) -> Inputs:
+    def create(shape: Shape, case: Case, settings: suite.Settings) -> Inputs:
         stored = dataclasses.replace(settings, dtype="fp32") if case.autocast else settings
         x, w, t = flce.inputs(shape.rows, shape.hidden, shape.vocab, stored)
         coefficients = torch.randn(shape.rows, device=x.device)
@@ -97,35 +97,35 @@ class Inputs:
         return Inputs(x, self.w, self.t[:rows], self.coefficients[:rows], self.bonus[:rows])
 
 
-def made_by(function: Function, case: Case, of: Inputs) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+def run_provider(function: Function, case: Case, inputs: Inputs) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
     """Log-probabilities, entropies and gradients."""
     with (
         torch.set_grad_enabled(case.gradients),
-        torch.autocast(of.x.device.type, torch.bfloat16, enabled=case.autocast),
+        torch.autocast(inputs.x.device.type, torch.bfloat16, enabled=case.autocast),
     ):
-        log_probs, entropy = function(of.x, of.w, of.t, case)
+        log_probs, entropy = function(inputs.x, inputs.w, inputs.t, case)
     if not case.gradients:
         return log_probs, entropy, ()
-    loss = -(log_probs.float() * of.coefficients).sum()
+    loss = -(log_probs.float() * inputs.coefficients).sum()
     if case.entropy_gradient:
-        loss = loss - (entropy.float() * of.bonus).sum()
-    return log_probs, entropy, torch.autograd.grad(loss, (of.x, of.w) if case.trained else (of.x,))
+        loss = loss - (entropy.float() * inputs.bonus).sum()
+    return log_probs, entropy, torch.autograd.grad(loss, (inputs.x, inputs.w) if case.trained else (inputs.x,))
 
 
 @torch.no_grad()
-def floor_of(case: Case, of: Inputs, compute: torch.dtype) -> Callable[[], object]:
+def make_floor(case: Case, inputs: Inputs, compute: torch.dtype) -> Callable[[], object]:
     """The matmuls that the case needs, with these operands."""
-    x, w = of.x.detach().to(compute), of.w.detach().to(compute)
-    g = flce.gradient_of_logits(x, w, of.t).mul_(of.coefficients[:, None]) if case.gradients else None
+    x, w = inputs.x.detach().to(compute), inputs.w.detach().to(compute)
+    g = flce.logits_gradient(x, w, inputs.t).mul_(inputs.coefficients[:, None]) if case.gradients else None
 
     @torch.no_grad()
     def floor():
-        made = [x @ w.T]
+        products = [x @ w.T]
         if case.gradients:
-            made.append(g @ w)
+            products.append(g @ w)
         if case.gradients and case.trained:
-            made.append(g.T @ x)
-        return made
+            products.append(g.T @ x)
+        return products
 
     return floor
 
@@ -173,15 +173,15 @@ def _measured(
     compute = torch.bfloat16 if case.autocast else settings.torch_dtype
     try:
         torch.manual_seed(0)
-        of = Inputs.of(shape, case, settings)
-        floor = floor_of(case, of, compute)
-        few = of.first(ERROR_ROWS)
+        inputs = Inputs.create(shape, case, settings)
+        floor = make_floor(case, inputs, compute)
+        few = inputs.first(ERROR_ROWS)
         bonus = few.bonus if case.entropy_gradient else None
         exact = Exact(few.x, few.w, few.t, few.coefficients, bonus, compute)
         if case.gradients:
-            result.errors[ONE_MATMUL] = exact.of_one_matmul()
+            result.errors[ONE_MATMUL] = exact.matmul_errors()
     except Exception as error:  # a shape that does not fit must not end the run
-        result.times = dict.fromkeys(wanted, failure(error))
+        result.times = dict.fromkeys(wanted, failure_text(error))
         return result
     for name, make in wanted.items():
         if time.monotonic() > limit:
@@ -189,14 +189,14 @@ def _measured(
             continue
         try:
             function = make()
-            step = partial(made_by, function, case, of)
+            step = partial(run_provider, function, case, inputs)
             result.peak_mib[name] = peak_mib(step, settings.device)
             result.floors[name], result.times[name] = _in_turns(floor, step, settings)
             if name == COMPILED:  # avoids a compilation for other rows
                 name, function = EAGER, full_logits
-            result.errors[name] = exact.errors(*made_by(function, case, few))
+            result.errors[name] = exact.errors(*run_provider(function, case, few))
         except Exception as error:  # a peer that cannot run this shape must not end the run
-            result.times.setdefault(name, failure(error))
+            result.times.setdefault(name, failure_text(error))
         if settings.device == "cuda":
             with contextlib.suppress(Exception):  # after a failed kernel; the next call raises the error, too
                 torch.cuda.synchronize()
@@ -217,7 +217,7 @@ def _in_turns(floor: Callable, step: Callable, settings: suite.Settings) -> tupl
         samples.append((floor_time.median, step_time.median))
         least = LEAST - (step_time.median > SLOW * floor_time.median)
     floors, times = zip(*samples, strict=True)
-    return Timing.of(list(floors)), Timing.of(list(times))
+    return Timing.from_samples(list(floors)), Timing.from_samples(list(times))
 
 
 # Tables and the picture
@@ -253,9 +253,9 @@ def line(result: Result) -> str:
 def table(results: list[Result], settings: suite.Settings) -> list[suite.Grid]:
     merged = _merged(results)
     shapes = list(dict.fromkeys((result.model, result.shape) for result in merged))
-    of_shape = {shape: [result for result in merged if result.shape == shape] for _, shape in shapes}
-    times = [_times(f"{model}, {shape}", of_shape[shape], settings) for model, shape in shapes]
-    return times + [_errors(f"{model}, {shape}", of_shape[shape], settings) for model, shape in shapes]
+    by_shape = {shape: [result for result in merged if result.shape == shape] for _, shape in shapes}
+    times = [_times(f"{model}, {shape}", by_shape[shape], settings) for model, shape in shapes]
+    return times + [_errors(f"{model}, {shape}", by_shape[shape], settings) for model, shape in shapes]
 
 
 def _times(title: str, results: list[Result], settings: suite.Settings) -> suite.Grid:
@@ -267,7 +267,7 @@ def _times(title: str, results: list[Result], settings: suite.Settings) -> suite
     floors = [[suite.duration(timing) for timing in result.floors.values()][:1] or [""] for result in results]
     matmuls = (f"{floor}, {result.matmuls}" for (floor,), result in zip(floors, results, strict=True))
     grid.rows.append(["the needed matmuls", *matmuls])
-    for name in suite.names_of(result.times for result in results):
+    for name in suite.provider_names(result.times for result in results):
         grid.rows.append([name, *[_cell(result, name) for result in results]])
     return grid
 
@@ -278,17 +278,17 @@ def _errors(title: str, results: list[Result], settings: suite.Settings) -> suit
         "dweight (relative), roots of the mean square, against float64 over the rounded logits",
         ["", *[result.case for result in results]],
     )
-    for name in suite.names_of(result.errors for result in results):
+    for name in suite.provider_names(result.errors for result in results):
         grid.rows.append([name, *[str(result.errors.get(name, "")) for result in results]])
     return grid
 
 
 def draw(results: list[Result], settings: suite.Settings, folder: Path) -> list[Path]:
     drawn = [result for result in _merged(results) if result.case == DRAWN and result.floors]
-    return suite.side_by_side(drawn, _front, folder / f"log_probs_{settings.device}_{settings.dtype}.png")
+    return suite.side_by_side(drawn, _plot_over_memory, folder / f"log_probs_{settings.device}_{settings.dtype}.png")
 
 
-def _front(axis, result: Result) -> None:
+def _plot_over_memory(axis, result: Result) -> None:
     """Plots time over memory, less is better: a labelled line for our op, a point for each peer."""
     ours = []
     for i, name in enumerate(result.times):
@@ -304,8 +304,8 @@ def _front(axis, result: Result) -> None:
     if ours:
         memory, times, _ = zip(*ours, strict=True)
         axis.plot(memory, times, "o-", color=suite.colour(OURS, 0), label=OURS, zorder=3)
-        for _, of_one in itertools.groupby(ours, lambda point: round(math.log(point[0], 1.03))):  # one point per plan
-            same = list(of_one)
+        for _, group in itertools.groupby(ours, lambda point: round(math.log(point[0], 1.03))):  # one point per plan
+            same = list(group)
             text = ", ".join(name for *_, name in same)
             axis.annotate(text, same[0][:2], fontsize=7, xytext=(2, 6), textcoords="offset points", rotation=30)
     floor = next(iter(result.floors.values())).median / 1e3

@@ -50,26 +50,26 @@ class Exact:
         rounded = g.to(compute)
         self._one_matmul = rounded @ low_w, rounded[:, self._classes].T @ low_x
 
-    def of_one_matmul(self) -> Errors:
+    def matmul_errors(self) -> Errors:
         dx, dweight = self._one_matmul
         return Errors(dx=_relative(dx, self.dx), dweight=_relative(dweight, self.dweight))
 
     @torch.no_grad()
     def errors(self, log_probs: Tensor, entropy: Tensor | None, gradients: tuple[Tensor, ...] = ()) -> Errors:
         """``gradients``: of x, or of x and weight."""
-        made = Errors(_absolute(log_probs, self.log_probs))
+        errors = Errors(_absolute(log_probs, self.log_probs))
         if entropy is not None:
-            made.entropy = _absolute(entropy, self.entropy)
+            errors.entropy = _absolute(entropy, self.entropy)
         if gradients:
-            made.dx = _relative(gradients[0], self.dx)
+            errors.dx = _relative(gradients[0], self.dx)
         if len(gradients) > 1:
-            made.dweight = _relative(gradients[1][self._classes], self.dweight)
-        return made
+            errors.dweight = _relative(gradients[1][self._classes], self.dweight)
+        return errors
 
 
-def _absolute(made: Tensor, exact: Tensor) -> float:
-    return float((made.double() - exact).square().mean().sqrt())
+def _absolute(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).square().mean().sqrt())
 
 
-def _relative(made: Tensor, exact: Tensor) -> float:
-    return float((made.double() - exact).norm() / exact.norm())
+def _relative(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from liger_ext._timing import failure
+from liger_ext._timing import failure_text
 
 from . import flce, suite
 from .timing import free_at_once, peak_mib
@@ -44,7 +44,7 @@ def run(settings: suite.Settings) -> Iterator[Peak]:
             try:
                 peaks[name] = peak_mib(partial(flce.gradients, function, *inputs), settings.device)
             except Exception as error:  # a peer that cannot run this shape must not end the run
-                peaks[name] = failure(error)
+                peaks[name] = failure_text(error)
         yield Peak(f"{rows}x{hidden}x{vocab}", rows * vocab * settings.torch_dtype.itemsize / 2**20, peaks)
         del inputs
 
@@ -54,7 +54,7 @@ def line(record: Peak) -> str:
 
 
 def table(records: list[Peak], settings: suite.Settings) -> suite.Grid:
-    names = suite.names_of(r.peak_mib for r in records)
+    names = suite.provider_names(r.peak_mib for r in records)
     grid = suite.Grid(
         f"{settings.dtype}: peak memory of loss and gradients above the inputs, MiB",
         ["rows x hidden x vocab", "logits", *names],
@@ -67,11 +67,11 @@ def table(records: list[Peak], settings: suite.Settings) -> suite.Grid:
 
 
 def draw(records: list[Peak], settings: suite.Settings, folder: Path) -> list[Path]:
-    made, (axis,) = suite.figure(1, width=10)
+    picture, (axis,) = suite.figure(1, width=10)
     values = {
         n: [p if isinstance(p := r.peak_mib.get(n), float) else None for r in records]
-        for n in suite.names_of(r.peak_mib for r in records)
+        for n in suite.provider_names(r.peak_mib for r in records)
     }
     suite.bars(axis, [r.shape for r in records], values, "MiB above the inputs")
     axis.set_title("peak memory of the loss and its gradients (rows x hidden x vocab)")
-    return [suite.save(made, folder / f"memory_{settings.device}_{settings.dtype}.png")]
+    return [suite.save(picture, folder / f"memory_{settings.device}_{settings.dtype}.png")]

@@ -18,8 +18,8 @@ import torch
 import liger_ext.functional as LF
 from liger_ext import _C
 from liger_ext._loss_report import matmul_seconds
-from liger_ext._timing import Timing, failure
-from liger_ext.ops._loss_devices import device_of
+from liger_ext._timing import Timing, failure_text
+from liger_ext.ops._loss_devices import device_index
 from liger_ext.ops._loss_plan import LEVELS, Call, Choice, choose, front
 
 from . import flce, suite
@@ -112,14 +112,14 @@ class Result:
     peak_mib: dict[str, float] = field(default_factory=dict)  # above the inputs
 
 
-def call_of(shape: Shape, dtype: torch.dtype, device: torch.device) -> Call:
+def plan_call(shape: Shape, dtype: torch.dtype, device: torch.device) -> Call:
     """The call by which the op chooses its plan."""
     stored, compute = (torch.float32, torch.bfloat16) if shape.autocast else (dtype, dtype)
     sizes = shape.rows, shape.hidden, shape.vocab
-    return Call(*sizes, compute, stored, stored, device_of(device), per_row=shape.per_row)
+    return Call(*sizes, compute, stored, stored, device_index(device), per_row=shape.per_row)
 
 
-def points_of(call: Call) -> dict[str, tuple[str | int, Choice]]:
+def memory_points(call: Call) -> dict[str, tuple[str | int, Choice]]:
     """The values of ``memory`` to time, each with its plan: every level, and two numbers of bytes between them."""
     chosen = {level: choose(call, level) for level in LEVELS}
     found: dict[str, tuple[str | int, Choice]] = {}
@@ -131,12 +131,12 @@ def points_of(call: Call) -> dict[str, tuple[str | int, Choice]]:
     return found
 
 
-def loss_of(shape: Shape, memory: str | int) -> Callable:
+def timed_loss(shape: Shape, memory: str | int) -> Callable:
     def loss(x, w, t):
         with torch.autocast(x.device.type, torch.bfloat16, enabled=shape.autocast):
             reduction = "none" if shape.per_row else "mean"
-            made = LF.fused_linear_cross_entropy(x, w, t, memory=memory, reduction=reduction)
-        return made.sum() if shape.per_row else made
+            result = LF.fused_linear_cross_entropy(x, w, t, memory=memory, reduction=reduction)
+        return result.sum() if shape.per_row else result
 
     return loss
 
@@ -153,13 +153,13 @@ def run(settings: suite.Settings) -> Iterator[Result]:
 def _measured(shape: Shape, settings: suite.Settings, peers: dict[str, Callable]) -> Result:
     stored = dataclasses.replace(settings, dtype="fp32") if shape.autocast else settings
     x, w, t = flce.inputs(shape.rows, shape.hidden, shape.vocab, stored)
-    call = call_of(shape, settings.torch_dtype, x.device)
-    floor = flce.floor_of(x.detach().to(call.compute), w.detach().to(call.compute), t)
+    call = plan_call(shape, settings.torch_dtype, x.device)
+    floor = flce.make_floor(x.detach().to(call.compute), w.detach().to(call.compute), t)
     predicted = [(choice.bytes / 2**20, choice.seconds * 1e3) for choice in front(call)]
     result = Result(shape.model, str(shape), shape.peers, matmul_seconds(call) * 1e3, predicted)
     functions = {}
-    for name, (memory, choice) in points_of(call).items() if settings.wants(OURS) else ():
-        functions[name] = loss_of(shape, memory)
+    for name, (memory, choice) in memory_points(call).items() if settings.wants(OURS) else ():
+        functions[name] = timed_loss(shape, memory)
         way, rows, classes = choice.plan
         result.plans[name] = f"{_C.Gradients(way).name}, {rows} x {classes}"
         result.predicted_ms[name], result.predicted_mib[name] = choice.seconds * 1e3, choice.bytes / 2**20
@@ -175,7 +175,7 @@ def _measured(shape: Shape, settings: suite.Settings, peers: dict[str, Callable]
                 rounds = min(max(3, int(SECONDS * 1e3 / (2 * once))), 12)
                 result.floors[name], result.times[name] = flce.time_beside_floor(floor, step, rounds, burst=1)
         except Exception as error:  # a plan or a peer that cannot run this shape must not end the run
-            result.times[name] = failure(error)
+            result.times[name] = failure_text(error)
             if settings.device == "cuda":
                 torch.cuda.synchronize()
     return result
@@ -185,7 +185,7 @@ def _measured(shape: Shape, settings: suite.Settings, peers: dict[str, Callable]
 
 
 def _measured_points(result: Result) -> list[str]:
-    return [name for name in result.plans if flce.share_of(result, name) is not None]
+    return [name for name in result.plans if flce.floor_share(result, name) is not None]
 
 
 def _predicted_share(result: Result, name: str) -> float:
@@ -199,7 +199,7 @@ def errors(results: list[Result]) -> dict[str, dict[str, float]]:
     for result in results:
         for name in _measured_points(result):
             point = f"{result.model} {result.shape}, {name}"
-            relative[point] = flce.share_of(result, name) / _predicted_share(result, name) - 1
+            relative[point] = flce.floor_share(result, name) / _predicted_share(result, name) - 1
             absolute[point] = result.predicted_ms[name] / (result.times[name].median / 1e3) - 1
             if result.peak_mib[name] > 0:
                 memory[point] = result.predicted_mib[name] / result.peak_mib[name] - 1
@@ -208,7 +208,7 @@ def errors(results: list[Result]) -> dict[str, dict[str, float]]:
 
 def dominated(result: Result) -> list[tuple[str, str]]:
     """Pairs (level, point): the point, another level or a limit in bytes, takes less time and memory than the level."""
-    time = {name: 1 / flce.share_of(result, name) for name in _measured_points(result)}
+    time = {name: 1 / flce.floor_share(result, name) for name in _measured_points(result)}
     peak = result.peak_mib
     return [
         (level, other)
@@ -237,7 +237,7 @@ def _points(results: list[Result], settings: suite.Settings) -> suite.Grid:
     )
     for result in results:
         for name, plan in result.plans.items():
-            share, peak = flce.share_of(result, name), result.peak_mib.get(name)
+            share, peak = flce.floor_share(result, name), result.peak_mib.get(name)
             grid.rows.append([
                 result.model,
                 result.shape,
@@ -253,7 +253,9 @@ def _points(results: list[Result], settings: suite.Settings) -> suite.Grid:
 
 
 def _peers(results: list[Result], settings: suite.Settings) -> list[suite.Grid]:
-    names = [name for name in suite.names_of(r.times for r in results) if not any(name in r.plans for r in results)]
+    names = [
+        name for name in suite.provider_names(r.times for r in results) if not any(name in r.plans for r in results)
+    ]
     grid = suite.Grid(f"{settings.dtype}: peers, with the same columns", ["model", "rows x hidden x vocab", *names])
     for result in results:
         if any(name in result.times for name in names):
@@ -292,17 +294,17 @@ def _dominated(results: list[Result]) -> suite.Grid:
 
 def draw(results: list[Result], settings: suite.Settings, folder: Path) -> list[Path]:
     drawn = [result for result in results if result.drawn and result.floors]
-    return suite.side_by_side(drawn, _front, folder / f"plans_{settings.device}_{settings.dtype}.png")
+    return suite.side_by_side(drawn, _plot_over_memory, folder / f"plans_{settings.device}_{settings.dtype}.png")
 
 
-def _front(axis, result: Result) -> None:
+def _plot_over_memory(axis, result: Result) -> None:
     """Plots time over memory, less is better: a line for the predicted front, points for measurements."""
     red = suite.colour(OURS, 0)
     memory, milliseconds = zip(*result.front, strict=True)
     times = [each / result.matmuls_ms for each in milliseconds]
     axis.plot(memory, times, "-", color=red, linewidth=1, label=f"{OURS}, predicted")
     for i, name in enumerate(result.times):
-        share, ours = flce.share_of(result, name), name in result.plans
+        share, ours = flce.floor_share(result, name), name in result.plans
         if share is None or result.peak_mib[name] <= 0:  # a CPU's peak may be too small to measure
             continue
         point = result.peak_mib[name], 1 / share

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from liger_ext._timing import Timing, backward_call, failure, forward_call, on_a_stream_of_its_own
-from liger_ext.records import RECORDS, Make, Record, Size, Timed
+from liger_ext._timing import Timing, backward_call, failure_text, forward_call, side_stream
+from liger_ext.records import RECORDS, InputFactory, Record, Size, Timed
 
 from . import suite
 from .ops import functions
@@ -58,20 +58,20 @@ def cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
 
 
 def _inputs(record: Record, timed: Timed, size: Size, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, ...]:
-    made = record.inputs(Make(dtype, device, torch.Generator(device).manual_seed(0), ignored=0), size)
+    arguments = record.inputs(InputFactory(dtype, device, torch.Generator(device).manual_seed(0), ignored=0), size)
     other = torch.bfloat16 if dtype == torch.float32 else torch.float32
     for name in timed.other_dtype:
-        made[name] = made[name].detach().to(other).requires_grad_()
+        arguments[name] = arguments[name].detach().to(other).requires_grad_()
     for name in timed.frozen:
-        made[name].requires_grad_(False)
-    return tuple(made.values())
+        arguments[name].requires_grad_(False)
+    return tuple(arguments.values())
 
 
 def run(settings: suite.Settings) -> Iterator[Row]:
     """Times every case, forward and backward; yields each row once it is measured."""
     for case in cases(settings.torch_dtype, settings.device):
         if settings.wants_op(case.op):
-            with on_a_stream_of_its_own(settings.device):
+            with side_stream(settings.device):
                 yield from _run_case(case, settings)
 
 
@@ -87,7 +87,7 @@ def _run_case(case: Case, settings: suite.Settings) -> Iterator[Row]:
             try:
                 calls[name] = bind(function, inputs)
             except Exception as error:  # a peer that cannot run this case
-                failed[name] = failure(error)
+                failed[name] = failure_text(error)
         # A read-only op's limit is still the copy's rate: the same bytes over the same time.
         copies = copy_calls(moved, settings.device)
         times = time_calls(copies | calls, settings.device)
@@ -107,7 +107,7 @@ def _cell(row: Row, provider: str) -> str:
 
 
 def table(rows: list[Row], settings: suite.Settings) -> suite.Grid:
-    names = suite.names_of(row.times for row in rows)
+    names = suite.provider_names(row.times for row in rows)
     grid = suite.Grid(
         f"{settings.dtype}: time, and time of a copy of as many bytes divided by it",
         ["op", "shape", "", "copy", *names],
@@ -124,10 +124,10 @@ def draw(rows: list[Row], settings: suite.Settings, folder: Path) -> list[Path]:
     fastest = max(_copy_rate(row) for row in rows)
     pictures = []
     for op in dict.fromkeys(row.op for row in rows):
-        of_op = [row for row in rows if row.op == op]
-        names = suite.names_of(row.times for row in of_op)
-        large = [row for row in of_op if _copy_rate(row) >= FILLS * fastest]
-        small = [row for row in of_op if _copy_rate(row) < FILLS * fastest]
+        op_rows = [row for row in rows if row.op == op]
+        names = suite.provider_names(row.times for row in op_rows)
+        large = [row for row in op_rows if _copy_rate(row) >= FILLS * fastest]
+        small = [row for row in op_rows if _copy_rate(row) < FILLS * fastest]
         panels = []
         if len({_row_length(row.shape) for row in large}) > 1:
             directions = dict.fromkeys(row.direction for row in large)
@@ -136,12 +136,12 @@ def draw(rows: list[Row], settings: suite.Settings, folder: Path) -> list[Path]:
             panels = [(_shares, large, "")]
         if small:
             panels.append((_microseconds, small, "calls too small to fill the device"))
-        made, axes = suite.figure(len(panels), width=5.6 if len(panels) > 1 else 7)
+        picture, axes = suite.figure(len(panels), width=5.6 if len(panels) > 1 else 7)
         for axis, (drawn, chosen, title) in zip(axes, panels, strict=True):
             drawn(axis, chosen, names)
             axis.set_title(", ".join(filter(None, (op, settings.dtype, title))), fontsize=10)
         name = op.replace(",", "").replace(" ", "_")
-        pictures.append(suite.save(made, folder / f"rows_{settings.device}_{settings.dtype}_{name}.png"))
+        pictures.append(suite.save(picture, folder / f"rows_{settings.device}_{settings.dtype}_{name}.png"))
     return pictures
 
 

@@ -63,7 +63,7 @@ def measure(
         loss = step()
         wait(place)
         samples.append((time.perf_counter() - start) * 1e6)
-    return Measured(Timing.of(samples[WARM_UP:]), meter.peak() - empty, loss.item())
+    return Measured(Timing.from_samples(samples[WARM_UP:]), meter.peak() - empty, loss.item())
 
 
 def _with_adapters(model: torch.nn.Module, autocast: bool) -> torch.nn.Module:

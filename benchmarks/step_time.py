@@ -25,7 +25,7 @@ IDLE = "idle"
 COLUMNS = [*KINDS, "other", IDLE]
 
 
-def kind_of(name: str) -> str:
+def kernel_kind(name: str) -> str:
     name = name.lower()
     return next((kind for kind, words in KINDS.items() if any(word in name for word in words)), "other")
 
@@ -50,12 +50,12 @@ def time_by_kind(step: Callable[[], object], device: str) -> dict[str, float]:
     spent = dict.fromkeys([*KINDS, "other"], 0.0)
     if not cuda:
         for event in profiled.key_averages():
-            spent[kind_of(event.key)] += event.self_cpu_time_total / 1e3
+            spent[kernel_kind(event.key)] += event.self_cpu_time_total / 1e3
         return spent
-    return spent | of_kernels(profiled.events())
+    return spent | kernel_times(profiled.events())
 
 
-def of_kernels(events: Iterable) -> dict[str, float]:
+def kernel_times(events: Iterable) -> dict[str, float]:
     """Milliseconds that a GPU spent on each kind in a trace, and idle; omits kinds without a kernel."""
     spent: dict[str, float] = {}
     spans = []
@@ -63,7 +63,7 @@ def of_kernels(events: Iterable) -> dict[str, float]:
         if event.device_type != torch.autograd.DeviceType.CUDA or getattr(event, "is_user_annotation", False):
             continue
         start, end = event.time_range.start, event.time_range.end  # microseconds
-        kind = kind_of(event.name)
+        kind = kernel_kind(event.name)
         spent[kind] = spent.get(kind, 0.0) + (end - start) / 1e3
         spans.append((start, end))
     return spent | {IDLE: idle_time(spans) / 1e3}

@@ -70,7 +70,7 @@ def duration(timing: Timing | str) -> str:
     return f"{timing.median / 1e3:.2f} ms" if timing.median >= 1e3 else f"{timing.median:.1f} us"
 
 
-def names_of(records: Iterable[dict[str, object]]) -> list[str]:
+def provider_names(records: Iterable[dict[str, object]]) -> list[str]:
     """Providers in the order in which they first appear."""
     return list(dict.fromkeys(name for record in records for name in record))
 
@@ -112,29 +112,29 @@ def colour(provider: str, index: int) -> str:
 def figure(columns: int, width: float = 7.0, height: float = 4.2, rows: int = 1):
     """A figure, and its axes row by row."""
     size = width * columns, height * rows
-    made, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
-    return made, list(axes.flat)
+    picture, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    return picture, list(axes.flat)
 
 
 def side_by_side(records: list, draw: Callable[[Any, Any], None], path: Path) -> list[Path]:
     """Saves a picture with one panel per record, which draw(axis, record) fills; saves none without records."""
     if not records:
         return []
-    made, axes = figure(len(records), width=5, height=3.8)
+    picture, axes = figure(len(records), width=5, height=3.8)
     for axis, record in zip(axes, records, strict=True):
         draw(axis, record)
-    return [save(made, path)]
+    return [save(picture, path)]
 
 
-def save(made, path: Path, stacks: bool = False) -> Path:
+def save(picture, path: Path, stacks: bool = False) -> Path:
     """Writes the picture with one legend for all axes on the right; for stacks its order is reversed."""
     handles = {}
-    for axis in made.axes:
+    for axis in picture.axes:
         handles |= {name: handle for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)}
     if handles:
-        made.legend(handles.values(), handles, loc="outside right upper", fontsize=8, reverse=stacks)
-    made.savefig(path, dpi=110)
-    plt.close(made)
+        picture.legend(handles.values(), handles, loc="outside right upper", fontsize=8, reverse=stacks)
+    picture.savefig(path, dpi=110)
+    plt.close(picture)
     return path
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from examples.demo.meter import Meter
-from liger_ext._timing import Timing, captured, failure, time_graphs
+from liger_ext._timing import Timing, capture_graph, failure_text, time_graphs
 
 
 def time_cpu(calls: dict[str, Callable[[], object]], seconds: float = 1.0, least: int = 5) -> dict[str, Timing]:
@@ -25,7 +25,7 @@ def time_cpu(calls: dict[str, Callable[[], object]], seconds: float = 1.0, least
             start = time.perf_counter()
             call()
             samples[name].append((time.perf_counter() - start) * 1e6)
-    return {name: Timing.of(values) for name, values in samples.items()}
+    return {name: Timing.from_samples(values) for name, values in samples.items()}
 
 
 def time_calls(calls: dict[str, Callable[[], object]], device: str) -> dict[str, Timing | str]:
@@ -35,9 +35,9 @@ def time_calls(calls: dict[str, Callable[[], object]], device: str) -> dict[str,
     graphs, out = {}, {}
     for name, call in calls.items():
         try:
-            graphs[name] = captured(call)
+            graphs[name] = capture_graph(call)
         except Exception as error:  # a peer that cannot run this shape must not end the run
-            out[name] = failure(error)
+            out[name] = failure_text(error)
             torch.cuda.synchronize()
     out |= time_graphs(graphs)
     graphs.clear()

@@ -14,7 +14,7 @@ from pathlib import Path
 from examples.demo.report import agreement
 from liger_ext._timing import Timing
 
-from . import kept, suite
+from . import saved, suite
 from .children import ask_each
 from .footprint import Footprint
 from .models import MODELS_CPU, MODELS_CUDA, STOCK, on_request, providers
@@ -34,7 +34,7 @@ class Training:
     explained_mib: float | None = None  # predicted by footprint.py
     parts_mib: dict[str, float | None] | None = None  # terms of the prediction
     time_ms: dict[str, float] | None = None  # of one step, by kind
-    kept_mib: dict[str, float] | None = None  # saved tensors by kind; None for a compiled model
+    saved_mib: dict[str, float] | None = None  # saved tensors by kind; None for a compiled model
     losses: list[float] = field(default_factory=list)
     curve: dict[str, float] | None = None  # largest difference from Hugging Face's losses, its step, its bound
     error: str = ""
@@ -45,9 +45,9 @@ class Training:
         return self.curve is not None and not self.curve["difference"] <= self.curve["bound"]
 
 
-def chosen_models(settings: suite.Settings, of: dict[str, dict]) -> dict:
+def chosen_models(settings: suite.Settings, models: dict[str, dict]) -> dict:
     """The requested models for this device."""
-    return {name: of_name for name, of_name in of.items() if settings.wants_model(name)}
+    return {name: model for name, model in models.items() if settings.wants_model(name)}
 
 
 def chosen_providers(settings: suite.Settings) -> list[str]:
@@ -92,7 +92,7 @@ def _fill(record: Training, result: dict) -> None:
     explained = Footprint(**parts).peak
     record.explained_mib = explained and explained / _MIB
     record.time_ms = result["time"]
-    record.kept_mib = result["kept"] and {kind: size / _MIB for kind, size in result["kept"].items()}
+    record.saved_mib = result["saved"] and {kind: size / _MIB for kind, size in result["saved"].items()}
     record.losses = result["losses"]
 
 
@@ -111,7 +111,7 @@ def _verdict(record: Training) -> str:
 
 
 def table(records: list[Training], settings: suite.Settings) -> list[suite.Grid]:
-    return [_steps(records, settings), _kept(records)]
+    return [_steps(records, settings), _saved_grid(records)]
 
 
 def _steps(records: list[Training], settings: suite.Settings) -> suite.Grid:
@@ -126,21 +126,23 @@ def _steps(records: list[Training], settings: suite.Settings) -> suite.Grid:
         if r.step is None:
             grid.rows.append([r.model, r.provider, f"fails: {r.error}", *[""] * (len(grid.columns) - 3)])
             continue
-        memory = ["" if size is None else f"{size:,.0f}" for size in (r.peak_mib, r.explained_mib, r.parts_mib["kept"])]
+        memory = [
+            "" if size is None else f"{size:,.0f}" for size in (r.peak_mib, r.explained_mib, r.parts_mib["saved"])
+        ]
         times = [f"{r.time_ms[kind]:.1f}" if kind in r.time_ms else "" for kind in COLUMNS]
         cells = [r.model, r.provider, suite.duration(r.step), f"{r.tokens / r.step.median * 1e6:,.0f}", *memory, *times]
         grid.rows.append(cells + [_verdict(r)] * settings.curves)
     return grid
 
 
-def _kept(records: list[Training]) -> suite.Grid:
+def _saved_grid(records: list[Training]) -> suite.Grid:
     grid = suite.Grid(
         "Saved tensors, MiB: the measured total, and kinds as recorded by saved-tensor hooks",
-        ["model", "provider", "total", *kept.KINDS],
+        ["model", "provider", "total", *saved.KINDS],
     )
     for r in (r for r in records if r.step):
-        kinds = [f"{r.kept_mib[kind]:,.1f}" if r.kept_mib else "" for kind in kept.KINDS]
-        grid.rows.append([r.model, r.provider, f"{r.parts_mib['kept']:,.1f}", *kinds])
+        kinds = [f"{r.saved_mib[kind]:,.1f}" if r.saved_mib else "" for kind in saved.KINDS]
+        grid.rows.append([r.model, r.provider, f"{r.parts_mib['saved']:,.1f}", *kinds])
     return grid
 
 
@@ -150,8 +152,8 @@ def draw(records: list[Training], settings: suite.Settings, folder: Path) -> lis
         return []
     stem = f"{settings.device}_{settings.dtype}.png"
     models = list(dict.fromkeys(r.model for r in done))
-    of_model = {model: [r for r in done if r.model == model] for model in models}
-    made, axes = suite.figure(2)
+    by_model = {model: [r for r in done if r.model == model] for model in models}
+    picture, axes = suite.figure(2)
     names = list(dict.fromkeys(r.provider for r in done))
     for axis, label, value in (
         (axes[0], "milliseconds per step", lambda r: r.step.median / 1e3),
@@ -159,25 +161,25 @@ def draw(records: list[Training], settings: suite.Settings, folder: Path) -> lis
     ):
         found = {(r.model, r.provider): value(r) for r in done}
         suite.bars(axis, models, {n: [found.get((m, n)) for m in models] for n in names}, label)
-    pictures = [suite.save(made, folder / f"train_{stem}")]
+    pictures = [suite.save(picture, folder / f"train_{stem}")]
 
-    made, axes = suite.figure(len(models))
-    for axis, (model, rows) in zip(axes, of_model.items(), strict=True):
+    picture, axes = suite.figure(len(models))
+    for axis, (model, rows) in zip(axes, by_model.items(), strict=True):
         total = "compiled: total"
-        parts = {kind: [r.kept_mib[kind] if r.kept_mib else 0.0 for r in rows] for kind in kept.KINDS}
-        parts[total] = [0.0 if r.kept_mib else r.parts_mib["kept"] for r in rows]
+        parts = {kind: [r.saved_mib[kind] if r.saved_mib else 0.0 for r in rows] for kind in saved.KINDS}
+        parts[total] = [0.0 if r.saved_mib else r.parts_mib["saved"] for r in rows]
         drawn = {kind: [size / 1024 for size in sizes] for kind, sizes in parts.items() if any(sizes)}
         suite.stacked(axis, [r.provider for r in rows], drawn, "GiB")
         axis.set_title(f"{model}: kept for the backward", fontsize=10)
-    pictures.append(suite.save(made, folder / f"train_kept_{stem}", stacks=True))
+    pictures.append(suite.save(picture, folder / f"train_kept_{stem}", stacks=True))
 
     if settings.curves:
-        made, axes = suite.figure(len(models))
-        for axis, (model, rows) in zip(axes, of_model.items(), strict=True):
+        picture, axes = suite.figure(len(models))
+        for axis, (model, rows) in zip(axes, by_model.items(), strict=True):
             for i, r in enumerate(rows):
                 steps = range(1, len(r.losses) + 1)
                 width = 4 if r.provider == STOCK else 1.2
                 axis.plot(steps, r.losses, linewidth=width, label=r.provider, color=suite.colour(r.provider, i))
             axis.set(xlabel="step", ylabel="training loss", title=model)
-        pictures.append(suite.save(made, folder / f"train_curves_{stem}"))
+        pictures.append(suite.save(picture, folder / f"train_curves_{stem}"))
     return pictures

@@ -14,7 +14,7 @@ from examples.demo.meter import Meter
 from examples.demo.training import optimizer_for, warm_up
 from liger_ext._timing import Timing
 
-from . import kept, models, step_time, suite
+from . import models, saved, step_time, suite
 from .footprint import Footprint
 
 LEARNING_RATE = 1e-4  # as in the runs that bound the distance of two right loss curves (docs/decisions.md)
@@ -28,7 +28,7 @@ class Measured:
     peak: int  # bytes
     footprint: Footprint
     time: dict[str, float]  # milliseconds of one step, by kind
-    kept: dict[str, int] | None  # saved bytes by kind; None for a compiled model
+    saved: dict[str, int] | None  # saved bytes by kind; None for a compiled model
     losses: list[float]
 
 
@@ -76,14 +76,16 @@ def measure(
     say("profile and saved tensors")
     spent = step_time.time_by_kind(lambda: step(steps), device)
     compiled = trained is not model
-    kinds = None if compiled else kept.kept_by_kind(model, forward)
-    held = _kept_now(forward, meter) if place.type == "cuda" else kept.kept_bytes(model, forward)
+    kinds = None if compiled else saved.saved_by_kind(model, forward)
+    held = _forward_bytes(forward, meter) if place.type == "cuda" else saved.saved_bytes(model, forward)
     parameters, states = _bytes(model.parameters()), _bytes(_states(optimizer))
     # A compiler replaces stock's loss; ours is one operation in any case.
     workspace = None if provider == models.COMPILED else _loss_workspace(model, data[0], meter)
     tied = _bytes([model.lm_head.weight]) if model.config.tie_word_embeddings else 0
     footprint = Footprint(parameters, parameters, states, held, workspace, tied)
-    return Measured(Timing.of(samples[WARM_UP:]), peak, footprint, spent, kinds, [loss.item() for loss in losses])
+    return Measured(
+        Timing.from_samples(samples[WARM_UP:]), peak, footprint, spent, kinds, [loss.item() for loss in losses]
+    )
 
 
 def wait(device: torch.device) -> None:
@@ -91,7 +93,7 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _kept_now(forward: Callable[[], torch.Tensor], meter: Meter) -> int:
+def _forward_bytes(forward: Callable[[], torch.Tensor], meter: Meter) -> int:
     """Bytes that a forward adds to those in use; gradients and states exist already."""
     before = meter.reset()
     loss = forward()

@@ -23,7 +23,7 @@ import torch
 
 from examples.demo.meter import Meter
 from liger_ext import apply_liger_kernel_to_instance
-from liger_ext._timing import Timing, failure
+from liger_ext._timing import Timing, failure_text
 
 from . import models, suite
 
@@ -67,8 +67,8 @@ class Training:
 
 
 def run(settings: suite.Settings) -> Iterator[Training]:
-    of_cpu = settings.device == "cpu"
-    sizes = SIZES_CPU if of_cpu else SIZES_CUDA
+    on_cpu = settings.device == "cpu"
+    sizes = SIZES_CPU if on_cpu else SIZES_CUDA
     start, references = time.monotonic(), {}
     for checkpoints in (False, True):
         for trainer in ("DPO", "GRPO"):
@@ -81,12 +81,12 @@ def run(settings: suite.Settings) -> Iterator[Training]:
                 record = Training(sizes.name, name, setting, 2 * sizes.pairs * sizes.length)
                 begun = time.monotonic()
                 try:
-                    if not of_cpu and begun > start + LIMIT:
+                    if not on_cpu and begun > start + LIMIT:
                         raise TimeoutError("left out: the run would take too long")
                     with _on(setting):
                         _measure(record, sizes, trainer, checkpoints, settings)
                 except Exception as error:  # a setting that fails must not end the run
-                    record.error = failure(error)
+                    record.error = failure_text(error)
                 record.seconds = time.monotonic() - begun
                 if setting == STOCK:
                     references[name] = record.losses
@@ -128,10 +128,10 @@ def _measure(record: Training, sizes: Sizes, trainer: str, checkpoints: bool, se
     AcceleratorState._reset_state(reset_partial_state=True)  # the state, with its autocast, outlives a trainer
 
     def model() -> torch.nn.Module:
-        made = models.build(sizes.config, device, settings.torch_dtype)
+        patched = models.build(sizes.config, device, settings.torch_dtype)
         if record.setting == PATCHED:
-            apply_liger_kernel_to_instance(made)
-        return made
+            apply_liger_kernel_to_instance(patched)
+        return patched
 
     clock = _clock(meter)
     with tempfile.TemporaryDirectory() as folder:
@@ -142,22 +142,22 @@ def _measure(record: Training, sizes: Sizes, trainer: str, checkpoints: bool, se
             lr_scheduler_type="constant", logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, seed=3,
             dataloader_pin_memory=device.type == "cuda",
         )  # fmt: skip
-        made = (_dpo if trainer == "DPO" else _grpo)(model, sizes, common, device)
-        made.remove_callback(PrinterCallback)
-        made.add_callback(clock)
-        stock = made.compute_loss
+        trainer_object = (_dpo if trainer == "DPO" else _grpo)(model, sizes, common, device)
+        trainer_object.remove_callback(PrinterCallback)
+        trainer_object.add_callback(clock)
+        stock = trainer_object.compute_loss
 
         def compute_loss(*arguments, **options):
             loss = stock(*arguments, **options)
             clock.losses.append(loss.detach().float())
             return loss
 
-        made.compute_loss = compute_loss
-        made.train()
-    record.step = Timing.of(clock.samples[WARM_UP:])
+        trainer_object.compute_loss = compute_loss
+        trainer_object.train()
+    record.step = Timing.from_samples(clock.samples[WARM_UP:])
     record.peak_mib = (clock.peak - before) / 2**20
     record.losses = [float(loss) for loss in clock.losses]
-    record.entropies = [log["entropy"] for log in made.state.log_history if "entropy" in log]
+    record.entropies = [log["entropy"] for log in trainer_object.state.log_history if "entropy" in log]
 
 
 def _clock(meter: Meter):
@@ -190,12 +190,12 @@ def _clock(meter: Meter):
 def _dpo(model: Callable, sizes: Sizes, common: dict, device: torch.device):
     from trl import DPOConfig, DPOTrainer
 
-    made = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
 
     def tokens(count: int) -> list[int]:
-        return torch.randint(3, sizes.config["vocab_size"], (count,), generator=made).tolist()
+        return torch.randint(3, sizes.config["vocab_size"], (count,), generator=generator).tolist()
 
-    class OfTokens(DPOTrainer):
+    class TokenizedDPOTrainer(DPOTrainer):
         def _prepare_dataset(self, dataset, *others):
             return dataset  # it holds token ids already
 
@@ -208,7 +208,7 @@ def _dpo(model: Callable, sizes: Sizes, common: dict, device: torch.device):
         for _ in range(2 * sizes.pairs)
     ]
     options = DPOConfig(per_device_train_batch_size=sizes.pairs, max_length=sizes.length, **common)
-    return OfTokens(
+    return TokenizedDPOTrainer(
         model(), model().eval().requires_grad_(False), options, train_dataset=_dataset(rows),
         processing_class=_tokenizer(),
     )  # fmt: skip
@@ -259,8 +259,8 @@ def _tokenizer():
     from transformers import PreTrainedTokenizerFast
 
     words = {"<pad>": 0, "<s>": 1, "</s>": 2, "a": 3}
-    made = Tokenizer(WordLevel(words, unk_token="a"))
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    tokenizer = Tokenizer(WordLevel(words, unk_token="a"))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
 # Tables and the picture
@@ -297,8 +297,8 @@ def draw(records: list[Training], settings: suite.Settings, folder: Path) -> lis
     done = [r for r in records if r.step]
     if not done:
         return []
-    made, axes = suite.figure(2)
-    trainers, names = (list(dict.fromkeys(getattr(r, of) for r in done)) for of in ("trainer", "setting"))
+    picture, axes = suite.figure(2)
+    trainers, names = (list(dict.fromkeys(getattr(r, key) for r in done)) for key in ("trainer", "setting"))
     for axis, label, value in (
         (axes[0], "milliseconds per step", lambda r: r.step.median / 1e3),
         (axes[1], "peak memory, GiB", lambda r: r.peak_mib / 1024),
@@ -310,4 +310,4 @@ def draw(records: list[Training], settings: suite.Settings, folder: Path) -> lis
             {n: [found.get((t, n)) for t in trainers] for n in names},
             label,
         )
-    return [suite.save(made, folder / f"trl_steps_{settings.device}_{settings.dtype}.png")]
+    return [suite.save(picture, folder / f"trl_steps_{settings.device}_{settings.dtype}.png")]

@@ -69,9 +69,9 @@ def setup(app) -> None:
 def _schemas() -> str:
     """The ops of csrc/schemas.cpp, which PyTorch parses, too: m.def("name(arguments) -> results")."""
     text = (ROOT / "csrc" / "schemas.cpp").read_text()
-    made = ["".join(re.findall(r'"([^"]*)"', call)) for call in re.findall(r"m\.def\((.*?)\);\n", text, re.DOTALL)]
+    schemas = ["".join(re.findall(r'"([^"]*)"', call)) for call in re.findall(r"m\.def\((.*?)\);\n", text, re.DOTALL)]
     blocks = []
-    for schema in made:
+    for schema in schemas:
         name, arguments, results = re.fullmatch(r"(\w+)\((.*?)\) -> (.*)", schema).groups()
         listed = re.sub(r", (?=\w+[\w!?()]* \w)", ",\n    ", arguments)
         blocks.append(f"## {name}\n\n```text\n{name}(\n    {listed})\n  -> {results}\n```\n")

@@ -24,7 +24,7 @@ NAMES = ["cat", "dog", "tree", "house", "car", "bird", "fish", "book", "rain", "
 SEEN, PAIRS, LAYERS = 8, 3, 8  # names to train on, pairs per step, trained layers
 
 
-def batch_of(names: list[str], encode, device: torch.device) -> dict[str, torch.Tensor]:
+def make_batch(names: list[str], encode, device: torch.device) -> dict[str, torch.Tensor]:
     """The chosen answers, then the rejected ones: tokens padded on the right, labels -100 on prompts and padding."""
     rows = []
     for answer in ("Yes.", "I do like the {}."):
@@ -52,7 +52,7 @@ def main(model: str, steps: int, out: Path) -> None:
 
     def answers(names: list[str]) -> torch.Tensor:
         """The log-probabilities of the chosen and of the rejected answers: (2, pairs)."""
-        output = policy(**batch_of(names, encode, device), return_log_probs=True, use_cache=False)
+        output = policy(**make_batch(names, encode, device), return_log_probs=True, use_cache=False)
         return output.log_probs.sum(-1).view(2, -1)
 
     with torch.no_grad():

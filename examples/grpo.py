@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from examples.demo.models import cast_parameters, load, tokenizer_of
+from examples.demo.models import cast_parameters, load, load_tokenizer
 from examples.plot import draw
 from liger_ext import apply_liger_kernel_to_llama, losses
 
@@ -24,7 +24,7 @@ PROMPTS = ["THE TITLE OF A BOOK: The", "A WARNING: Do not", "THE NAME OF A SONG:
 GROUP, TOKENS, LAYERS = 12, 10, 8  # answers per prompt, tokens per answer, trained layers
 
 
-def reward_of(text: str) -> float:
+def capital_share(text: str) -> float:
     letters = [letter for letter in text if letter.isalpha()]
     return sum(letter.isupper() for letter in letters) / max(1, len(letters))
 
@@ -33,7 +33,7 @@ def main(model: str, steps: int, out: Path) -> None:
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _, build, encode = load(model)
-    decode = tokenizer_of(model).decode
+    decode = load_tokenizer(model).decode
     policy = cast_parameters(copy.deepcopy(build()), torch.float32).to(device).train().requires_grad_(False)
     apply_liger_kernel_to_llama(model=policy)
     policy.model.layers[-LAYERS:].requires_grad_(True)
@@ -46,7 +46,7 @@ def main(model: str, steps: int, out: Path) -> None:
         options = {"do_sample": True, "max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "top_k": 0, "pad_token_id": 0}
         with torch.no_grad():
             tokens = policy.generate(prompt.repeat(GROUP, 1), attention_mask=None, **options)
-        rewards = torch.tensor([reward_of(decode(row)) for row in tokens[:, prompt.shape[1] :]], device=device)
+        rewards = torch.tensor([capital_share(decode(row)) for row in tokens[:, prompt.shape[1] :]], device=device)
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
 
         # The target is each position's next token; the head's matmul skips prompts, and answers with advantage 0.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def draw(out: Path, title: str, of: str, curves: dict[str, list[tuple[int, float]]]) -> None:
+def draw(out: Path, title: str, y_label: str, curves: dict[str, list[tuple[int, float]]]) -> None:
     """Writes a picture of ``{label: [(step, value)]}``."""
     import matplotlib
 
@@ -15,7 +15,7 @@ def draw(out: Path, title: str, of: str, curves: dict[str, list[tuple[int, float
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for label, points in curves.items():
         axes.plot(*zip(*points, strict=True), label=label)
-    axes.set(title=title, xlabel="step", ylabel=of)
+    axes.set(title=title, xlabel="step", ylabel=y_label)
     axes.grid(alpha=0.3)
     axes.legend()
     out.parent.mkdir(parents=True, exist_ok=True)

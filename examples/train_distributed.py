@@ -148,13 +148,13 @@ def make_random_weights(model: torch.nn.Module, config: PretrainedConfig, device
         weight.copy_(distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None))
 
 
-def batch_of(windows: torch.Tensor, step: int, batch: int) -> torch.Tensor:
+def make_batch(windows: torch.Tensor, step: int, batch: int) -> torch.Tensor:
     """This process's share of a step's windows, which depend only on the step, so that a resumed run uses the same."""
     chosen = torch.randint(len(windows), (batch,), generator=torch.Generator().manual_seed(step))
     return windows[chosen.chunk(dist.get_world_size())[dist.get_rank()]]
 
 
-def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, object]:
+def training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, object]:
     weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments, "step": step}
 
@@ -168,7 +168,7 @@ def checkpoints(output: Path) -> list[Path]:
 
 def resume(model: torch.nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path) -> int:
     """Restores a checkpoint; returns its number of steps."""
-    state = state_of(model, optimizer, 0)
+    state = training_state(model, optimizer, 0)
     dcp.load(state, checkpoint_id=checkpoint)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return state["step"]
@@ -176,20 +176,20 @@ def resume(model: torch.nn.Module, optimizer: torch.optim.Optimizer, checkpoint:
 
 def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, output: Path, keep: int) -> None:
     """Writes a checkpoint; then deletes all but the newest `keep`."""
-    dcp.save(state_of(model, optimizer, step), checkpoint_id=output / f"step-{step}")
+    dcp.save(training_state(model, optimizer, step), checkpoint_id=output / f"step-{step}")
     if dist.get_rank() == 0:
         for old in checkpoints(output)[:-keep]:
             shutil.rmtree(old)
 
 
-def save_model(model: torch.nn.Module, name: str, output: Path, bytes_of_file: float = 5e9) -> None:
+def save_model(model: torch.nn.Module, name: str, output: Path, file_bytes: float = 5e9) -> None:
     """Saves in the format of `save_pretrained`: each process writes its shard, and the first process joins them."""
-    weights, file_of, size = dict(model.named_parameters()), {}, 0
-    for name_of_weight, weight in weights.items():
-        file_of[name_of_weight] = 1 + int(size // bytes_of_file)
+    weights, file_number, size = dict(model.named_parameters()), {}, 0
+    for weight_name, weight in weights.items():
+        file_number[weight_name] = 1 + int(size // file_bytes)
         size += weight.numel() * weight.itemsize
     writer = dcp.HuggingFaceStorageWriter(
-        str(output), fqn_to_index_mapping=file_of, save_distributed=True, enable_consolidation=True
+        str(output), fqn_to_index_mapping=file_number, save_distributed=True, enable_consolidation=True
     )
     dcp.save(weights, storage_writer=writer)
     if dist.get_rank() == 0:
@@ -252,7 +252,7 @@ def main() -> None:
         torch.cuda.reset_peak_memory_stats()
     clock, since = Clock(device), done
     for step in range(done + 1, arguments.steps + 1):
-        input_ids = batch_of(windows, step, arguments.batch).to(device)
+        input_ids = make_batch(windows, step, arguments.batch).to(device)
         loss = model(input_ids=input_ids, labels=input_ids).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

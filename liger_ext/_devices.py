@@ -59,10 +59,10 @@ def driver() -> str:
 
 def toolkit() -> str:
     """Returns the compilers of torch and of liger_ext's GPU libraries, in words."""
-    of_torch = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
-    of_torch = of_torch if torch.version.cuda or torch.version.hip else "no GPU toolkit"
-    of_ours = ", ".join(facts.compiler for facts in _load.gpu_facts.values())
-    return f"torch with {of_torch}, liger_ext's GPU library with {of_ours or 'none'}"
+    torch_toolkit = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
+    torch_toolkit = torch_toolkit if torch.version.cuda or torch.version.hip else "no GPU toolkit"
+    our_compilers = ", ".join(facts.compiler for facts in _load.gpu_facts.values())
+    return f"torch with {torch_toolkit}, liger_ext's GPU library with {our_compilers or 'none'}"
 
 
 def cpu_isa() -> str:

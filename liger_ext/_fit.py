@@ -1,7 +1,7 @@
 """Checks whether a GPU library fits this machine's torch, driver and GPU, by comparing versions and architectures.
 
-``misfit`` takes numbers and names only, so that a table of cases can test it. No function of this file loads a library
-of liger_ext or initialises a GPU.
+``misfit_reason`` takes numbers and names only, so that a table of cases can test it. No function of this file loads a
+library of liger_ext or initialises a GPU.
 """
 
 from __future__ import annotations
@@ -100,11 +100,11 @@ def coverage(architectures: str, major: int, minor: int) -> str:
 
 def code_for(architecture: str, libraries: Mapping[str, BuildFacts]) -> str:
     """Returns the code that libraries have for an architecture ("9.0", "gfx942"): "machine code", "PTX", "nothing"."""
-    of_amd = architecture.startswith("gfx")
-    library = libraries.get("hip" if of_amd else "cuda")
+    is_amd = architecture.startswith("gfx")
+    library = libraries.get("hip" if is_amd else "cuda")
     if library is None:
         return "nothing"
-    if of_amd:
+    if is_amd:
         return "machine code" if architecture in library.architectures.split() else "nothing"
     return coverage(library.architectures, *map(int, architecture.split(".")))
 
@@ -118,7 +118,7 @@ def rebuild(architecture: str) -> str:
     return f"LIGER_EXT_GPU={backend} {variable}={architecture} {install}"
 
 
-def misfit(
+def misfit_reason(
     libraries: Mapping[str, BuildFacts], version: str, machine: Machine, architecture: str | None = None
 ) -> str | None:
     """Returns a sentence that explains why no library of ``libraries`` (by backend) fits this machine and names the

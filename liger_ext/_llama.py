@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from . import _C
-from .ops._loss_devices import device_with
+from .ops._loss_devices import profile_index
 from .ops._loss_plan import LEVELS, Call, choose
 from .records import RECORDS
 
@@ -61,7 +61,7 @@ def tokens_at_each_level(profile: _C.DeviceProfile, free: int) -> dict[str, dict
     call fits in ``free`` bytes of this GPU's memory.
     """
     found = {}
-    call = Call.of(TOKENS, HIDDEN, VOCAB, DTYPE, device_with(profile))
+    call = Call.uniform(TOKENS, HIDDEN, VOCAB, DTYPE, profile_index(profile))
     for level in LEVELS:
         chosen = choose(call, level).plan
         found[level] = {

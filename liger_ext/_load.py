@@ -124,7 +124,7 @@ def _load_gpu(folder: Path) -> str | None:
             except (OSError, ValueError) as error:
                 return f"liger_ext's GPU library {path} cannot be read: {error}. Install liger_ext again"
     machine = _fit.this_machine()
-    if reason := _fit.misfit(gpu_facts, cpu_facts.version, machine):
+    if reason := _fit.misfit_reason(gpu_facts, cpu_facts.version, machine):
         return reason
     try:
         torch.ops.load_library(gpu_library())

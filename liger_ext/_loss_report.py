@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from . import _C
-from .ops._loss_devices import device_with
+from .ops._loss_devices import profile_index
 from .ops._loss_plan import LEVELS, Call, Choice, choose, device, front
 from .tune import DTYPES
 
@@ -36,7 +36,7 @@ def run(chosen: argparse.Namespace, profile: _C.DeviceProfile | None) -> int:
         if not 1 <= size <= _MOST:
             raise ValueError(f"argument --loss: {name} is {size}, expected 1 to {_MOST:,}")
     dtype, reduction = chosen.dtype or "bf16", chosen.reduction or "mean"
-    call = Call.of(*chosen.loss, DTYPES[dtype], device_with(profile), per_row=reduction == "none")
+    call = Call.uniform(*chosen.loss, DTYPES[dtype], profile_index(profile), per_row=reduction == "none")
     found = {
         **dict(zip(("rows", "hidden", "vocab"), chosen.loss, strict=True)),
         "dtype": dtype,
@@ -74,11 +74,11 @@ def describe(call: Call, choice: Choice) -> str:
             return f"{_percent(classes, call.vocab)} of the gradients of logits stored{where}, the rest recomputed"
         share = "" if inside == call.vocab else f", {_percent(inside, call.vocab)} of them"
         return f"all gradients of logits stored{share} {place}"
-    made = f"chunks of {_C.equal_chunks(call.rows, rows):,} rows"
+    text = f"chunks of {_C.equal_chunks(call.rows, rows):,} rows"
     if classes < call.vocab:
-        made += f" and {classes:,} classes"
-    made = f"sums over {made}" if way == _C.Gradients.accumulated else made
-    return f"{made}; logits are computed twice" if choice.recomputes else made
+        text += f" and {classes:,} classes"
+    text = f"sums over {text}" if way == _C.Gradients.accumulated else text
+    return f"{text}; logits are computed twice" if choice.recomputes else text
 
 
 def _percent(part: int, whole: int) -> str:

@@ -28,25 +28,25 @@ class Timing:
     high: float
 
     @staticmethod
-    def of(samples: list[float]) -> Timing:
+    def from_samples(samples: list[float]) -> Timing:
         if len(samples) < 2:
             return Timing(samples[0], samples[0], samples[0])
         low, median, high = statistics.quantiles(samples, n=4)
         return Timing(median, low, high)
 
 
-def failure(error: Exception) -> str:
+def failure_text(error: Exception) -> str:
     """Returns the text that replaces the time of a provider that failed, so that the run goes on."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"
 
 
-def on_a_stream_of_its_own(device: str):
+def side_stream(device: str):
     """Returns a context that runs work on a new stream. A graph cannot be captured on the default stream, and autograd
     runs a backward on the stream of its forward; so forwards must run in this context, too."""
     return torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else contextlib.nullcontext()
 
 
-def captured(call: Callable[[], object], pool: object = None, warmup: int = 3) -> torch.cuda.CUDAGraph:
+def capture_graph(call: Callable[[], object], pool: object = None, warmup: int = 3) -> torch.cuda.CUDAGraph:
     """Captures the call as a graph. Graphs of one ``pool``, another graph's ``pool()``, share their memory: only the
     results of the last replayed graph are valid."""
     for _ in range(warmup):
@@ -85,14 +85,14 @@ def time_graphs(graphs: Mapping[Any, torch.cuda.CUDAGraph], replays: int = 30) -
     samples: dict[Any, list[float]] = {name: [] for name in graphs}
     for name, start, end in events:
         samples[name].append(start.elapsed_time(end) * 1e3)
-    return {name: Timing.of(values) for name, values in samples.items()}
+    return {name: Timing.from_samples(values) for name, values in samples.items()}
 
 
-def sustained(call: Callable[[], object]) -> float:
+def sustained_seconds(call: Callable[[], object]) -> float:
     """Returns the seconds of one call under sustained load. It runs calls back to back for about a second and measures
     the second half, since a GPU under load lowers its clock."""
 
-    def of_each(count: int) -> float:
+    def seconds_per_call(count: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(count):
@@ -102,9 +102,9 @@ def sustained(call: Callable[[], object]) -> float:
         return start.elapsed_time(end) / 1e3 / count
 
     call()
-    count = math.ceil(0.5 / of_each(3))
-    of_each(count)
-    return of_each(count)
+    count = math.ceil(0.5 / seconds_per_call(3))
+    seconds_per_call(count)
+    return seconds_per_call(count)
 
 
 # The timed calls: the code that users call ----------------------------------------------------------------------------

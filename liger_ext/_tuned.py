@@ -61,9 +61,9 @@ class Entry:
     tuned_us: float
 
     @staticmethod
-    def of(made: dict[str, Any]) -> Entry:
-        call = Call(**made.pop("call"))
-        return Entry(call=call.row_class(), **made)
+    def from_json(fields: dict[str, Any]) -> Entry:
+        call = Call(**fields.pop("call"))
+        return Entry(call=call.row_class(), **fields)
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,9 @@ def read(file: Path) -> tuple[list[Entry], list[Rates]]:
         if found["format"] != FORMAT or found["library"] != _load.cpu_facts.version:
             version = f"liger_ext {found['library']}, format {found['format']}"
             raise ValueError(f"it was made by {version}; this is liger_ext {_load.cpu_facts.version}, format {FORMAT}")
-        entries = [Entry.of(made) for made in found["tuned"]]
+        entries = [Entry.from_json(fields) for fields in found["tuned"]]
         pack(entries)
-        rates = [Rates(**made) for made in found.get("rates", ())]  # older files have none
+        rates = [Rates(**fields) for fields in found.get("rates", ())]  # older files have none
     except (OSError, KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"it is corrupt ({type(error).__name__}: {error})") from error
     return entries, rates
@@ -115,12 +115,12 @@ def write(
         known_rates = [r for r in known_rates if (r.device, r.driver) != (device, driver)] + [rates]
     gone = {(device, driver, call.row_class()) for call in measured}
     entries = [e for e in known if (e.device, e.driver, e.call) not in gone] + list(winners)
-    made = {"format": FORMAT, "library": _load.cpu_facts.version}
-    made |= {"rates": [asdict(r) for r in known_rates], "tuned": [asdict(entry) for entry in entries]}
+    contents = {"format": FORMAT, "library": _load.cpu_facts.version}
+    contents |= {"rates": [asdict(r) for r in known_rates], "tuned": [asdict(entry) for entry in entries]}
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         new = Path(folder) / file.name
-        new.write_text(json.dumps(made, indent=1))
+        new.write_text(json.dumps(contents, indent=1))
         os.replace(new, file)
 
 
@@ -153,13 +153,13 @@ def install(table: bytes) -> None:
     _in_use = table
 
 
-def in_use() -> int:
+def installed_count() -> int:
     """Returns the number of entries in the installed table."""
     return len(_in_use) // _C.knob_entry_bytes
 
 
 @contextlib.contextmanager
-def forced(**knobs: int) -> Iterator[None]:
+def forced_knobs(**knobs: int) -> Iterator[None]:
     """Returns a context in which every launch is planned with these knobs of ``_C.Knobs``, whatever its shape; without
     knobs, every launch has its built-in plan. The previous table is restored at the end."""
     before = _in_use
@@ -175,47 +175,47 @@ def forced(**knobs: int) -> Iterator[None]:
 _rates: dict[str, _C.Rates] = {}  # measured rates, by the device's name
 
 
-def rates_of(profile: _C.DeviceProfile) -> _C.Rates:
+def device_rates(profile: _C.DeviceProfile) -> _C.Rates:
     """Returns the rates that were measured on a GPU of this name, or else those of a data sheet."""
-    return _rates.get(profile.name) or _C.rates_of(profile)
+    return _rates.get(profile.name) or _C.device_rates(profile)
 
 
-def described(rates: Rates | _C.Rates) -> str:
+def describe_rates(rates: Rates | _C.Rates) -> str:
     matmuls = f"matmuls {rates.matmul_16 / 1e12:.0f} Tflop/s in 16 bits and {rates.matmul_32 / 1e12:.0f} in fp32"
     return f"{matmuls}, memory {rates.bandwidth / 1e12:.2f} TB/s, {rates.launch * 1e6:.1f} us to launch a kernel"
 
 
-def source(profile: _C.DeviceProfile) -> str:
-    """Returns the source of the rates that ``rates_of`` returns: "measured", or "from the data sheet of" a GPU."""
+def rates_source(profile: _C.DeviceProfile) -> str:
+    """Returns the source of the rates that ``device_rates`` returns: "measured", or "from the data sheet of" a GPU."""
     if profile.name in _rates:
         return "measured"
-    bandwidth = _C.rates_of(profile).bandwidth  # no two GPUs of a vendor have the same
+    bandwidth = _C.device_rates(profile).bandwidth  # no two GPUs of a vendor have the same
     sheets = (known for known in _C.profiles() if known.vendor == profile.vendor)
-    return f"from the data sheet of {next(p.name for p in sheets if _C.rates_of(p).bandwidth == bandwidth)}"
+    return f"from the data sheet of {next(p.name for p in sheets if _C.device_rates(p).bandwidth == bandwidth)}"
 
 
 def _for_library(rates: Rates) -> _C.Rates:
-    made = _C.Rates()
-    made.matmul_16, made.matmul_32 = rates.matmul_16, rates.matmul_32
-    made.bandwidth, made.launch, made.measured = rates.bandwidth, rates.launch, True
-    return made
+    converted = _C.Rates()
+    converted.matmul_16, converted.matmul_32 = rates.matmul_16, rates.matmul_32
+    converted.bandwidth, converted.launch, converted.measured = rates.bandwidth, rates.launch, True
+    return converted
 
 
 # At import ------------------------------------------------------------------------------------------------------------
 
 
-def off() -> bool:
+def is_disabled() -> bool:
     return os.environ.get("LIGER_EXT_TUNED") == "0"
 
 
 def load() -> None:
-    """Reads the user's file: installs its entries in the library, and stores its rates for ``rates_of``."""
+    """Reads the user's file: installs its entries in the library, and stores its rates for ``device_rates``."""
     file = path()
     value = os.environ.get("LIGER_EXT_TUNED") or "1"
     if value not in ("0", "1"):
         text = f"LIGER_EXT_TUNED is {value!r}, expected 0 (nothing tuned) or 1 (the default); 1 is used"
         warnings.warn(text, RuntimeWarning, stacklevel=3)
-    if off() or not os.path.exists(file) or _load.gpu_kernels() is None:
+    if is_disabled() or not os.path.exists(file) or _load.gpu_kernels() is None:
         return
     from ._devices import driver
 

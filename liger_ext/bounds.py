@@ -32,14 +32,14 @@ from torch import Tensor
 from liger_ext.ops._checks import accumulator
 from liger_ext.records import RECORDS, Roundings
 
-__all__ = ["ROUNDINGS", "bound", "half_ulp", "roundings_of"]
+__all__ = ["ROUNDINGS", "bound", "half_ulp", "result_roundings"]
 
 
 ROUNDINGS: dict[str, Mapping[str, Roundings]] = {name: record.roundings for name, record in RECORDS.items()}
 """The roundings of each result, by op and name of the result. The gradient of input x is called "dx"."""
 
 
-def roundings_of(op: str, what: str) -> Roundings:
+def result_roundings(op: str, what: str) -> Roundings:
     """Returns the roundings of a result. Raises ValueError, with the known names, if the op or result has no bound."""
     found = ROUNDINGS.get(op, {}).get(what)
     if found is None:
@@ -79,7 +79,7 @@ def bound(
         terms: the number of rows over which a parameter's gradient is summed.
         stored: the dtype to which an intermediate value as large as the result is rounded, or None.
     """
-    counted = roundings_of(op, what)
+    counted = result_roundings(op, what)
     acc = accumulator(compute or dtype)
     # A float64 accumulator is converted to 16 bits through float32, so eps is float32's unless the result is float64.
     # A float64 result has twice the roundings: its float64 reference is rounded as often as the result.

@@ -79,8 +79,8 @@ def _gpu_lines(found: Sequence[_devices.Device]) -> list[str]:
         memory = f"{_gib(device.total_bytes)} ({_gib(device.free_bytes)} free)"
         lines.append(f"{device.index}: {device.name}, {device.architecture}{facts}, {memory}: {_CODE[device.code]}")
         if device.profile:
-            rates = _tuned.described(_tuned.rates_of(device.profile))
-            lines.append(f"   rates for the fused loss, {_tuned.source(device.profile)}: {rates}")
+            rates = _tuned.describe_rates(_tuned.device_rates(device.profile))
+            lines.append(f"   rates for the fused loss, {_tuned.rates_source(device.profile)}: {rates}")
     driver = _devices.driver()
     return lines or ["none that torch can use" + ("" if driver == "none" else f", though there is a driver: {driver}")]
 
@@ -103,9 +103,9 @@ def _transformers() -> str:
 
 
 def _tuned_plans() -> str:
-    if _tuned.off():
+    if _tuned.is_disabled():
         return "turned off by LIGER_EXT_TUNED=0"
-    count, file = _tuned.in_use(), _tuned.path()
+    count, file = _tuned.installed_count(), _tuned.path()
     if count:
         return f"{count} in use, from {file}"
     there = "does not exist"
@@ -143,7 +143,7 @@ def _installation() -> Iterator[Problem]:
         name = f"GPU {device.index} ({device.name}, {device.architecture})"
         if not _load.gpu_available():
             yield Problem(3, f"{name} is not used: liger_ext's GPU library is not loaded", _load.gpu_status())
-        elif reason := _fit.misfit(_load.gpu_facts, _load.cpu_facts.version, machine, device.architecture):
+        elif reason := _fit.misfit_reason(_load.gpu_facts, _load.cpu_facts.version, machine, device.architecture):
             yield Problem(3, f"{name} is not used", reason)
         elif device.profile is None:
             yield Problem(
@@ -257,7 +257,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _others(name: str, as_json: bool) -> int:
+def _report_profile(name: str, as_json: bool) -> int:
     """Prints the plans for a reference profile, and returns the exit status."""
     profile = _C.profile(name)
     code = _fit.code_for(profile.architecture, _load.gpu_facts)
@@ -353,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _doctor(chosen.json)
     try:
         if chosen.loss is None:
-            return _others(chosen.profile, chosen.json)
+            return _report_profile(chosen.profile, chosen.json)
         here = next((device.profile for device in _usable()), None)
         return _loss_report.run(chosen, here if chosen.profile is None else _C.profile(chosen.profile))
     except ValueError as error:

@@ -56,7 +56,9 @@ column "generic PTX" is of a CUDA library that contains only PTX, which the driv
 """
 
 
-def line_of(lines: dict[tuple[str, str], dict[str, Any]], platform: str, op: str, dtype: torch.dtype) -> dict[str, Any]:
+def ensure_line(
+    lines: dict[tuple[str, str], dict[str, Any]], platform: str, op: str, dtype: torch.dtype
+) -> dict[str, Any]:
     """Returns the line of an op's kernels in a dtype; creates it if ``lines`` has none."""
     key = RECORDS[op].kernels, str(dtype).removeprefix("torch.")
     empty = {"platform": platform, "op": key[0], "dtype": key[1], "what": "", "share": 0.0, "results": 0}
@@ -79,7 +81,7 @@ def measure(device: str, platform: str, shapes: Iterable[dict[str, int]]) -> Ite
     for shape in shapes:
         for op, inputs in testing.examples(device, DTYPES, **shape):
             dtype = next(v.dtype for v in inputs.values() if v.is_floating_point())
-            keep_closest(line_of(lines, platform, op, dtype), testing.compare(op, inputs))
+            keep_closest(ensure_line(lines, platform, op, dtype), testing.compare(op, inputs))
     yield from lines.values()
 
 
@@ -115,7 +117,7 @@ def join(file: Path, others: Iterable[Path]) -> list[dict[str, Any]]:
     return joined
 
 
-def broken(line: dict[str, Any]) -> bool:
+def exceeds_bound(line: dict[str, Any]) -> bool:
     """Whether a result exceeds its bound, or a case failed in another way."""
     return not line["share"] <= 1 or line.get("wrong", 0) > 0
 
@@ -149,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     joining.add_argument("others", nargs="*", type=Path, help="JSON lines of one or several platforms")
     chosen = parser.parse_args(arguments)
     if chosen.command == "join":
-        return int(any(map(broken, join(chosen.file, chosen.others))))
+        return int(any(map(exceeds_bound, join(chosen.file, chosen.others))))
     if chosen.device == "cpu" and chosen.platform is None:
         measured = _measure_each(chosen.small)
     else:
@@ -158,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status = 0
     for line in measured:
         print(json.dumps(line), flush=True)
-        status = status or int(broken(line))
+        status = status or int(exceeds_bound(line))
     return status
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_ext._tuned import forced as forced_plans
+from liger_ext._tuned import forced_knobs as forced_plans
 from liger_ext.bounds import bound, half_ulp
 from liger_ext.ops._checks import accumulator
-from liger_ext.records import RECORDS, Make
+from liger_ext.records import RECORDS, InputFactory
 from liger_ext.rule import FACTOR, STEPS, Measurement, check, measure
 
 __all__ = [
@@ -44,7 +44,7 @@ OPS = RECORDS
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def outputs_of(result: Any, bare: str = "out") -> dict[str, Tensor]:
+def named_outputs(result: Any, bare: str = "out") -> dict[str, Tensor]:
     """Returns an op's result as named tensors. The result may be a tensor (called ``bare``), a tuple, a mapping, or an
     object with loss, z_loss, ... ."""
     if isinstance(result, Tensor):
@@ -77,8 +77,8 @@ def _backward(
     used = {k: v for k, v in outputs.items() if v.requires_grad and k in grads}
     if not wanted or not used:
         return {}
-    given = [grads[k].to(v.dtype) for k, v in used.items()]
-    found = torch.autograd.grad(list(used.values()), list(wanted.values()), given, allow_unused=True)
+    upstream = [grads[k].to(v.dtype) for k, v in used.items()]
+    found = torch.autograd.grad(list(used.values()), list(wanted.values()), upstream, allow_unused=True)
     return {k: torch.zeros_like(v) if g is None else g for (k, v), g in zip(wanted.items(), found, strict=True)}
 
 
@@ -128,7 +128,7 @@ def expected(
     compute = compute_dtype or op.compute_dtype(inputs)
     stored = {"stored": compute} if op.stores else {}
     leaves = _leaves(inputs, torch.float64)
-    outputs = outputs_of(op.reference(**leaves, **stored))
+    outputs = named_outputs(op.reference(**leaves, **stored))
     gradients = _backward(outputs, leaves, grads)
     with torch.no_grad():
         wide = {key: gradient.double() for key, gradient in grads.items()}
@@ -147,15 +147,15 @@ def expected(
         return Expected(value, bound(name, what, value.detach(), dtype, size, **rule), scales.get(what), terms)
 
     work = max([t.numel() for t in (*floating, *outputs.values())], default=1)
-    made = {
+    measurements = {
         key: judged(key, value.double() if value.is_floating_point() else value, dtypes[key])
         for key, value in outputs.items()
         if key in dtypes
     }
     for key, gradient in gradients.items():
         terms = work // max(1, gradient.numel()) if key in op.parameters else 1
-        made["d" + key] = judged("d" + key, gradient, inputs[key].dtype, terms)
-    return made
+        measurements["d" + key] = judged("d" + key, gradient, inputs[key].dtype, terms)
+    return measurements
 
 
 def compare(
@@ -178,10 +178,10 @@ def compare(
     op = OPS[name]
     compute = compute_dtype or op.compute_dtype(inputs)
     leaves, base_leaves = _leaves(inputs), _leaves(inputs, None if op.native else accumulator(compute))
-    outputs = outputs_of((run or op.run)(**leaves), op.outputs[0])
+    outputs = named_outputs((run or op.run)(**leaves), op.outputs[0])
     device = next(t.device for t in outputs.values())
     with torch.autocast(device.type, compute, enabled=base_autocast):
-        base = outputs_of(op.baseline(**base_leaves, **({"stored": compute} if op.stores else {})))
+        base = named_outputs(op.baseline(**base_leaves, **({"stored": compute} if op.stores else {})))
 
     generator = torch.Generator().manual_seed(sum(t.numel() for t in outputs.values()))
     grads = {}
@@ -232,7 +232,7 @@ def examples(
     leaves. ``tokens`` must be even."""
     for dtype in dtypes:
         for name, record in RECORDS.items():
-            yield name, record.inputs(Make(dtype, device), record.example(tokens, hidden, vocab))
+            yield name, record.inputs(InputFactory(dtype, device), record.example(tokens, hidden, vocab))
 
 
 def self_test(device: torch.device | str = "cpu", dtypes: tuple[torch.dtype, ...] = DTYPES) -> Iterator[Measurement]:

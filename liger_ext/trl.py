@@ -54,7 +54,7 @@ def install() -> PatchHandle:
     found = getattr(utils, _NAME, None)
     if isinstance(found, _LogProbs):
         return handle
-    reason = _reason_against(found)
+    reason = _refusal_reason(found)
     if reason is not None:
         warnings.warn(f"liger_ext.trl.install: {reason}; TRL runs unchanged", stacklevel=2)
         return handle
@@ -80,14 +80,14 @@ class _LogProbs:
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] = _OUTPUTS,
     ) -> tuple[Tensor | None, ...]:
-        if not _takes(temperature, final_logit_softcapping, logit_scale):
+        if not _in_range(temperature, final_logit_softcapping, logit_scale):
             return self.stock.apply(
                 hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
             )
 
         def run(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LogProbsOutput:
             wanted = {name: name in outputs for name in _OUTPUTS}
-            with _matmuls_of(hidden, weight):
+            with _matmul_context(hidden, weight):
                 found = linear_log_probs(
                     hidden, weight, targets.long(), bias, temperature=temperature, softcap=final_logit_softcapping,
                     logit_scale=logit_scale, **wanted,
@@ -95,19 +95,19 @@ class _LogProbs:
             return LogProbsOutput(found) if isinstance(found, Tensor) else found
 
         if hasattr(weight, "ds_id") and torch.is_grad_enabled():
-            found = LogProbsOutput(*_GatheredAgain.apply(run, hidden, weight, bias))
+            found = LogProbsOutput(*_RegatheredHead.apply(run, hidden, weight, bias))
         else:
             found = run(hidden, weight, bias)
         return found.log_probs, found.entropy, found.log_sum_sq_probs, found.mean_logits, found.is_top1
 
 
-def _takes(temperature: object, softcap: float | None, logit_scale: float) -> bool:
+def _in_range(temperature: object, softcap: float | None, logit_scale: float) -> bool:
     """Whether these values are in the range of linear_log_probs; with others, TRL's function runs."""
     numbers = (temperature, logit_scale, 1.0 if softcap is None else softcap)
     return all(isinstance(number, (int, float)) and 1e-9 <= number <= 1e9 for number in numbers)
 
 
-def _matmuls_of(hidden: Tensor, weight: Tensor) -> contextlib.AbstractContextManager[object]:
+def _matmul_context(hidden: Tensor, weight: Tensor) -> contextlib.AbstractContextManager[object]:
     """Returns a context in which the matmuls run in the dtype of hidden, as TRL's do; without effect under autocast."""
     device = hidden.device.type
     if hidden.dtype == weight.dtype or hidden.dtype == torch.float32 or torch.is_autocast_enabled(device):
@@ -115,7 +115,7 @@ def _matmuls_of(hidden: Tensor, weight: Tensor) -> contextlib.AbstractContextMan
     return torch.autocast(device, hidden.dtype)
 
 
-class _GatheredAgain(torch.autograd.Function):
+class _RegatheredHead(torch.autograd.Function):
     """linear_log_probs under DeepSpeed's ZeRO 3, where TRL gathers the head for the forward only.
 
     The backward gathers the head again, unless weight and bias are frozen and the entropy has no upstream gradient:
@@ -137,16 +137,18 @@ class _GatheredAgain(torch.autograd.Function):
         from trl.trainer.utils import maybe_gather_lm_head_ctx
 
         _, weight, bias = ctx.inputs
-        used = [(of, grad) for of, grad in zip(ctx.found, grads, strict=False) if grad is not None]
+        upstream = [(output, grad) for output, grad in zip(ctx.found, grads, strict=False) if grad is not None]
         wanted = [t for t in ctx.inputs if t is not None and t.requires_grad]
         reads = weight.requires_grad or (bias is not None and bias.requires_grad) or grads[1] is not None
-        made = {}
-        if used and wanted:
+        found = {}
+        if upstream and wanted:
             with maybe_gather_lm_head_ctx(weight, bias) if reads else _in_shape(weight, ctx.shape):
-                gradients = torch.autograd.grad([of for of, _ in used], wanted, [grad for _, grad in used])
-            made = {id(t): gradient for t, gradient in zip(wanted, gradients, strict=True)}
+                gradients = torch.autograd.grad(
+                    [output for output, _ in upstream], wanted, [grad for _, grad in upstream]
+                )
+            found = {id(t): gradient for t, gradient in zip(wanted, gradients, strict=True)}
         ctx.found = None
-        return None, *(made.get(id(t)) for t in ctx.inputs)
+        return None, *(found.get(id(t)) for t in ctx.inputs)
 
 
 @contextlib.contextmanager
@@ -160,7 +162,7 @@ def _in_shape(weight: Tensor, shape: torch.Size) -> Iterator[None]:
         weight.data = data
 
 
-def _reason_against(found: object) -> str | None:
+def _refusal_reason(found: object) -> str | None:
     """Returns the reason not to replace TRL's function, or None."""
     kernels = importlib.import_module("trl.kernels") if importlib.util.find_spec("trl.kernels") else None
     stock = getattr(kernels, "ChunkedLogProbFunction", None)
@@ -178,7 +180,7 @@ def _reason_against(found: object) -> str | None:
 
 
 @contextlib.contextmanager
-def _usual_defaults() -> Iterator[None]:
+def _default_torch_state() -> Iterator[None]:
     """Sets torch's defaults for the small example: the caller may have changed them, and TRL's function depends on
     some."""
     dtype = torch.get_default_dtype()
@@ -195,7 +197,7 @@ def _usual_defaults() -> Iterator[None]:
         torch.set_default_dtype(dtype)
 
 
-@_usual_defaults()
+@_default_torch_state()
 def _agree(stock: type[torch.autograd.Function]) -> bool:
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 8, generator=generator) for n in (5, 12))

@@ -23,15 +23,15 @@ from typing import Any
 import torch
 
 from . import _C, _devices, _llama, _load, _timing, _tuned
-from .records import RECORDS, Make, Size
+from .records import RECORDS, InputFactory, Size
 
 OPS = tuple(name for name, record in RECORDS.items() if record.kernels == name)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-WORTH = 1.03  # the least speedup over the built-in plan with which a candidate wins
+LEAST_SPEEDUP = 1.03  # the least speedup over the built-in plan with which a candidate wins
 
 # Each knob is tried at half and at twice the built-in plan's value. The number of resident blocks is no field of a
 # plan, so the values of RESIDENT are tried.
-NEAR = {"threads": "threads_per_row", "block": "block", "cluster": "cluster", "stages": "stages"}
+TRIED_KNOBS = {"threads": "threads_per_row", "block": "block", "cluster": "cluster", "stages": "stages"}
 RESIDENT = (1, 2, 3, 4)
 
 # The share of the data sheet's bandwidth that a copy far larger than the L2 reaches (docs/measurements.md). cost.h was
@@ -69,10 +69,10 @@ def candidates(
 ) -> list[tuple[dict[str, int], _C.NamedLaunch]]:
     """Returns the candidates: knobs, and the launch with these knobs. Each launch differs from the built-in plan and
     from the other candidates."""
-    _, own = case.tunable(name, profile, dtype)
-    values = {knob: getattr(own.plan, of) for knob, of in NEAR.items()}
-    tried = [{knob: value} for knob, of_own in values.items() for value in (of_own // 2, of_own * 2) if value]
-    found = {_facts(own): ({}, own)}
+    _, built_in = case.tunable(name, profile, dtype)
+    values = {knob: getattr(built_in.plan, plan_field) for knob, plan_field in TRIED_KNOBS.items()}
+    tried = [{knob: value} for knob, default in values.items() for value in (default // 2, default * 2) if value]
+    found = {_facts(built_in): ({}, built_in)}
     for knobs in [*tried, *({"resident": blocks} for blocks in RESIDENT)]:
         _, launch = case.tunable(name, profile, dtype, _C.Knobs(**knobs))
         found.setdefault(_facts(launch), (knobs, launch))
@@ -82,7 +82,7 @@ def candidates(
 # The tuned calls ------------------------------------------------------------------------------------------------------
 
 
-def case_of(op: str, profile: _C.DeviceProfile, rows: int = 0, cols: int = 0) -> Case:
+def tuned_case(op: str, profile: _C.DeviceProfile, rows: int = 0, cols: int = 0) -> Case:
     """Returns the op's call in a training step of an 8B Llama, with other rows and columns if ``rows`` is not 0."""
     size, options = RECORDS[op].as_tuned(RECORDS[op].llama, _llama.DTYPE, profile)
     return Case(op, size.at(rows, cols) if rows else size, options)
@@ -92,7 +92,7 @@ def case_of(op: str, profile: _C.DeviceProfile, rows: int = 0, cols: int = 0) ->
 MOST_ELEMENTS = max(profile.memory_bytes for profile in _C.profiles()) // 2
 
 
-def _shapes_of(text: str) -> list[tuple[int, int]]:
+def _parse_shapes(text: str) -> list[tuple[int, int]]:
     try:
         found = [tuple(int(n) for n in shape.split("x")) for shape in text.split(",")]
         if all(len(shape) == 2 and min(shape) > 0 and math.prod(shape) <= MOST_ELEMENTS for shape in found):
@@ -128,13 +128,14 @@ def measure_rates(profile: _C.DeviceProfile, driver: str, device: str = "cuda") 
     def matmul(dtype: torch.dtype) -> float:
         a, b = (torch.randn(size, k, device=device, dtype=dtype) for size in (m, n))
         out = torch.empty(m, n, device=device, dtype=dtype)
-        return 2 * m * n * k / _timing.sustained(lambda: torch.mm(a, b.T, out=out))
+        return 2 * m * n * k / _timing.sustained_seconds(lambda: torch.mm(a, b.T, out=out))
 
     matmul_16, matmul_32 = matmul(torch.bfloat16 if profile.native_bf16 else torch.float16), matmul(torch.float32)
     x = torch.randn(1 << 28, device=device)
-    copy = min(_timing.sustained(partial(torch.ops.liger_ext.stream_copy, x, n)) for n in (1, 2, 4, 8))
+    copy = min(_timing.sustained_seconds(partial(torch.ops.liger_ext.stream_copy, x, n)) for n in (1, 2, 4, 8))
     bandwidth = 2 * x.numel() * x.itemsize / copy / COPY_REACHES
-    launch = _timing.sustained(partial(torch.zeros(32, device=device).add_, 1))  # one at a time, as the op's kernels
+    # One at a time, as the op's kernels.
+    launch = _timing.sustained_seconds(partial(torch.zeros(32, device=device).add_, 1))
     return _tuned.Rates(profile.name, driver, matmul_16, matmul_32, bandwidth, launch)
 
 
@@ -162,28 +163,31 @@ def measure(
     case: Case, name: str, dtype: str, call: _tuned.Call, profile: _C.DeviceProfile, device: str = "cuda"
 ) -> Result:
     """Times the built-in plan and all candidates of one op, or of its backward."""
-    of = DTYPES[dtype]
-    tried = [{}, *(knobs for knobs, _ in candidates(case, name, profile, of))]
+    torch_dtype = DTYPES[dtype]
+    tried = [{}, *(knobs for knobs, _ in candidates(case, name, profile, torch_dtype))]
     result = Result(name, str(case.size), dtype, call)
     graphs: dict[int, torch.cuda.CUDAGraph] = {}
     try:
-        record, make = RECORDS[case.op], Make(of, device, torch.Generator(device).manual_seed(0), ignored=0)
-        made = record.inputs(make, case.size)
-        run = lambda *values: record.run(**dict(zip(made, values, strict=True)), **case.options)  # noqa: E731
-        with _tuned.forced():
-            call_of = _timing.forward_call if name == case.op else _timing.backward_call
-            timed = call_of(run, tuple(made.values()))
+        record, make = (
+            RECORDS[case.op],
+            InputFactory(torch_dtype, device, torch.Generator(device).manual_seed(0), ignored=0),
+        )
+        inputs = record.inputs(make, case.size)
+        run = lambda *values: record.run(**dict(zip(inputs, values, strict=True)), **case.options)  # noqa: E731
+        with _tuned.forced_knobs():
+            make_call = _timing.forward_call if name == case.op else _timing.backward_call
+            timed = make_call(run, tuple(inputs.values()))
         for i, knobs in enumerate(tried):
-            with _tuned.forced(**knobs):
-                graphs[i] = _timing.captured(timed, graphs[0].pool() if graphs else None)
+            with _tuned.forced_knobs(**knobs):
+                graphs[i] = _timing.capture_graph(timed, graphs[0].pool() if graphs else None)
         times = _timing.time_graphs(graphs)
         result.built_in = times[0]
         if len(tried) > 1:
             best = min(range(1, len(tried)), key=lambda i: times[i].median)
             result.best, result.knobs = times[best], tried[best]
-            result.wins = result.best.high < result.built_in.low and result.ratio >= WORTH
+            result.wins = result.best.high < result.built_in.low and result.ratio >= LEAST_SPEEDUP
     except RuntimeError as error:  # mostly out of memory
-        result.failed = _timing.failure(error)
+        result.failed = _timing.failure_text(error)
     finally:
         graphs.clear()
         gc.collect()
@@ -218,10 +222,10 @@ def summary(results: Sequence[Result]) -> str:
 
 def list_candidates(todo: Sequence[tuple], profile: _C.DeviceProfile) -> None:
     for case, name, dtype, _ in todo:
-        of = DTYPES[dtype]
-        _, own = case.tunable(name, profile, of)
+        torch_dtype = DTYPES[dtype]
+        _, built_in = case.tunable(name, profile, torch_dtype)
         print(f"{name} {case.size} {dtype}")
-        for knobs, launch in [({}, own), *candidates(case, name, profile, of)]:
+        for knobs, launch in [({}, built_in), *candidates(case, name, profile, torch_dtype)]:
             chosen = " ".join(f"{knob}={value}" for knob, value in knobs.items()) or "built-in"
             print(f"  {chosen:16}{', '.join(f'{fact} {value}' for fact, value in _facts(launch) if value)}")
 
@@ -233,7 +237,7 @@ def add_parser(commands: Any) -> None:
         f"rates, and the plans that are faster than the built-in ones, in {_tuned.path()}. LIGER_EXT_TUNED=0 in the "
         "environment turns them off.",
     )
-    parser.add_argument("--shapes", type=_shapes_of, help="e.g. 8192x4096,2048x11008 (default: an 8B Llama's)")
+    parser.add_argument("--shapes", type=_parse_shapes, help="e.g. 8192x4096,2048x11008 (default: an 8B Llama's)")
     parser.add_argument("--ops", nargs="+", choices=OPS, default=(), metavar="OP", help=f"of {', '.join(OPS)}")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=("bf16",), help="default: bf16")
     parser.add_argument("--device", type=int, default=0, metavar="INDEX", help="which GPU (default: 0)")
@@ -265,7 +269,7 @@ def run(arguments: argparse.Namespace) -> int:
         profile = found[0].profile
     try:
         shapes = arguments.shapes or [()]
-        cases = [case_of(op, profile, *shape) for op in arguments.ops or OPS for shape in shapes]
+        cases = [tuned_case(op, profile, *shape) for op in arguments.ops or OPS for shape in shapes]
         todo = list(jobs(cases, profile, arguments.dtype))
     except ValueError as error:  # a shape is too large for any launch on this GPU
         if not arguments.shapes:
@@ -279,13 +283,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _measure_all(todo: Sequence[tuple], profile: _C.DeviceProfile, arguments: argparse.Namespace) -> int:
     results, driver, rates = [], _devices.driver(), None
-    with torch.cuda.device(arguments.device), _timing.on_a_stream_of_its_own("cuda"):
+    with torch.cuda.device(arguments.device), _timing.side_stream("cuda"):
         print("the GPU's rates", file=sys.stderr, flush=True)
         try:
             rates = measure_rates(profile, driver)
-            shown = f"Rates: {_tuned.described(rates)}."
+            shown = f"Rates: {_tuned.describe_rates(rates)}."
         except RuntimeError as error:  # mostly out of memory
-            shown = f"The GPU's rates could not be measured: {_timing.failure(error)}"
+            shown = f"The GPU's rates could not be measured: {_timing.failure_text(error)}"
         torch.cuda.empty_cache()
         for number, (case, name, dtype, call) in enumerate(todo, 1):
             print(f"{number}/{len(todo)} {name} {case.size} {dtype}", file=sys.stderr, flush=True)
@@ -295,11 +299,11 @@ def _measure_all(todo: Sequence[tuple], profile: _C.DeviceProfile, arguments: ar
     ]
     measured = [r.call for r in results if not r.failed]
     _tuned.write(_tuned.path(), profile.name, driver, measured, entries, rates)
-    kept = f"Kept in {_tuned.path()} for {profile.name}, driver {driver}; used from the next start of Python on."
+    location = f"Kept in {_tuned.path()} for {profile.name}, driver {driver}; used from the next start of Python on."
     if arguments.json:
         versions = {"liger_ext": _load.cpu_facts.version, "torch": torch.__version__}
         facts = {"device": profile.name, "driver": driver, **versions, "rates": asdict(rates) if rates else shown}
         print(json.dumps(facts | {"results": [asdict(r) | {"ratio": r.ratio} for r in results]}))
     else:
-        print(f"{table(results)}\n\n{summary(results)}\n{shown}\n{kept}")
+        print(f"{table(results)}\n\n{summary(results)}\n{shown}\n{location}")
     return 1 if rates is None or (results and all(r.failed for r in results)) else 0

@@ -83,7 +83,7 @@ def install() -> PatchHandle:
     found, stock = getattr(module, _NAME, None), getattr(module, "LinearCrossEntropy", None)
     if getattr(found, "__wrapped__", None) is linear_cross_entropy:
         return handle
-    reason = _reason_against(found, stock)
+    reason = _refusal_reason(found, stock)
     if reason is not None:
         warnings.warn(f"liger_ext.verl.install: {reason}; verl runs unchanged", stacklevel=2)
         return handle
@@ -106,7 +106,7 @@ def _or_stock(stock: Callable) -> Callable:
     return function
 
 
-def _reason_against(found: object, stock: object) -> str | None:
+def _refusal_reason(found: object, stock: object) -> str | None:
     if found is None or stock is None:
         return f"this version of verl has no {_MODULE}.{_NAME}"
     if found != stock.apply:

@@ -62,12 +62,12 @@ struct RaceOnGlobal : Base {
     if (thread_id() == 5) a.row()[4] = 0;
   }
 };
-struct RaceOfBlocks : Base {
+struct BlockRace : Base {
   static LIGER_DEVICE void run(const Args& a) {
     if (thread_id() == 7) (a.broken() ? a.out : a.row())[7] = 1;
   }
 };
-struct StoreAfterLoadsOfBlocks : Base {
+struct BlockStoreAfterLoads : Base {
   static LIGER_DEVICE void run(const Args& a) {
     if (thread_id() == 7) a.both[block_id()] = a.both[a.ok ? blocks : 1];
   }
@@ -78,7 +78,7 @@ struct ConditionalBarrier : Base {
   }
 };
 // Two groups of threads, each with barriers of its own; the first thread's value is read by the whole group.
-struct RaceOfGroups : Base {
+struct GroupRace : Base {
   static LIGER_DEVICE void run(const Args& a) {
     const Shared<float> all = shared<float>(0);
     const int group = thread_id() / 64;
@@ -92,7 +92,7 @@ struct RaceOfGroups : Base {
     a.row()[thread_id()] = value;
   }
 };
-struct MissingDoubleBufferOfGroups : Base {
+struct MissingGroupDoubleBuffer : Base {
   static LIGER_DEVICE void run(const Args& a) {
     const Shared<float> all = shared<float>(0);
     const int group = thread_id() / 64;
@@ -109,12 +109,12 @@ struct IncompleteGroup : Base {
     if (!a.broken() || warp_id() == 0) group_barrier(0, threads);
   }
 };
-struct GroupOfPartOfAWarp : Base {
+struct PartialWarpGroup : Base {
   static LIGER_DEVICE void run(const Args& a) {
     if (a.broken()) group_barrier(thread_id() / 16, 16);
   }
 };
-struct TwoBarriers : Base {
+struct DifferentBarriers : Base {
   static LIGER_DEVICE void run(const Args& a) {
     if (a.broken() && thread_id() == 3) block_barrier();
     else block_barrier();
@@ -126,7 +126,7 @@ struct EarlyReturn : Base {
     a.row()[thread_id()] = shfl_xor(a.in[thread_id()], 1);
   }
 };
-struct ShuffleOutOfRange : Base {
+struct ShuffleBeyondWarp : Base {
   static LIGER_DEVICE void run(const Args& a) { a.row()[thread_id()] = shfl_xor(a.in[thread_id()], a.broken() ? warp_width() : 1); }
 };
 struct UninitialisedShared : Base {
@@ -142,10 +142,10 @@ struct UninitialisedGlobal : Base {
     if (thread_id() == 6) a.row()[6] += a.in[6];
   }
 };
-struct SharedOutOfBounds : Base {
+struct SharedPastEnd : Base {
   static LIGER_DEVICE void run(const Args& a) { shared<float>(0)[a.broken() && thread_id() == 1 ? 2 * threads : thread_id()] = 1; }
 };
-struct GlobalOutOfBounds : Base {
+struct GlobalPastEnd : Base {
   static LIGER_DEVICE void run(const Args& a) { a.row()[thread_id()] = a.in[a.broken() && thread_id() == 8 ? threads : thread_id()]; }
 };
 struct GapBetweenRows : Base {
@@ -184,25 +184,25 @@ struct InputLeftOut : Copy {
 };
 struct TooFewRowsDeclared : Copy {
   static constexpr bool declares_rows = true;
-  static void change(liger::launch::Launch& made, bool ok) { made.rows = ok ? blocks : blocks - 1, made.cols = threads; }
+  static void change(liger::launch::Launch& config, bool ok) { config.rows = ok ? blocks : blocks - 1, config.cols = threads; }
 };
 struct OtherMatrixDeclared : Copy {
-  static void change(liger::launch::Launch& made, bool ok) { made.rows = blocks, made.cols = ok ? threads : row_floats; }
+  static void change(liger::launch::Launch& config, bool ok) { config.rows = blocks, config.cols = ok ? threads : row_floats; }
 };
 
 // Launches that no GPU of this warp width accepts.
 struct TooManyThreads : Base {
   static constexpr int max_threads = 64;
-  static void change(liger::launch::Launch& made, bool ok) { made.plan.block = ok ? 64 : threads; }
+  static void change(liger::launch::Launch& config, bool ok) { config.plan.block = ok ? 64 : threads; }
   static LIGER_DEVICE void run(const Args&) {}
 };
-struct PartOfAWarp : Base {
-  static void change(liger::launch::Launch& made, bool ok) { made.plan.block = ok ? threads : threads - warp_width() / 2; }
+struct PartialWarp : Base {
+  static void change(liger::launch::Launch& config, bool ok) { config.plan.block = ok ? threads : threads - warp_width() / 2; }
   static LIGER_DEVICE void run(const Args&) {}
 };
 struct TooMuchSharedMemory : Base {
-  static void change(liger::launch::Launch& made, bool ok) {
-    if (!ok) made.plan.smem = simt::profile().shared_per_block_optin + 4;
+  static void change(liger::launch::Launch& config, bool ok) {
+    if (!ok) config.plan.smem = simt::profile().shared_per_block_optin + 4;
   }
   static LIGER_DEVICE void run(const Args&) {}
 };
@@ -210,9 +210,9 @@ struct TooMuchSharedMemory : Base {
 }  // namespace
 
 int main(int count, char** arguments) {
-  consider_all<MissingBarrier, MissingDoubleBuffer, RaceInWarp, StoreAfterLoads, StoreAfterLoadsInWarp, StoreAfterLoadsOfBlocks,
-               RaceOnGlobal, RaceOfBlocks, ConditionalBarrier, RaceOfGroups, MissingDoubleBufferOfGroups, IncompleteGroup,
-               GroupOfPartOfAWarp, TwoBarriers, EarlyReturn, ShuffleOutOfRange, UninitialisedShared, UninitialisedGlobal, SharedOutOfBounds,
-               GlobalOutOfBounds, GapBetweenRows, StoreToInput, MisalignedVector, RowLeftOut, TailLeftOut, InputLeftOut, TooFewRowsDeclared,
-               OtherMatrixDeclared, TooManyThreads, PartOfAWarp, TooMuchSharedMemory>(count, arguments);
+  consider_all<MissingBarrier, MissingDoubleBuffer, RaceInWarp, StoreAfterLoads, StoreAfterLoadsInWarp, BlockStoreAfterLoads, RaceOnGlobal,
+               BlockRace, ConditionalBarrier, GroupRace, MissingGroupDoubleBuffer, IncompleteGroup, PartialWarpGroup, DifferentBarriers,
+               EarlyReturn, ShuffleBeyondWarp, UninitialisedShared, UninitialisedGlobal, SharedPastEnd, GlobalPastEnd, GapBetweenRows,
+               StoreToInput, MisalignedVector, RowLeftOut, TailLeftOut, InputLeftOut, TooFewRowsDeclared, OtherMatrixDeclared,
+               TooManyThreads, PartialWarp, TooMuchSharedMemory>(count, arguments);
 }

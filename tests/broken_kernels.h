@@ -53,14 +53,14 @@ template <class K> void start(bool ok) {
   const simt::Buffers buffers{{"in", in.get(), threads * bytes, simt::Content::input, {}, bytes, 0, 0, optional},
                               {"out", out, threads * bytes, simt::Content::output, {{blocks, row}}, bytes, row, each, optional},
                               {"both", both, sizeof(both), simt::Content::both, {}, bytes, 0, 0, any}};
-  liger::launch::Launch made;
-  liger::launch::LaunchPlan& plan = made.plan;
+  liger::launch::Launch config;
+  liger::launch::LaunchPlan& plan = config.plan;
   plan.block = threads;
   plan.cluster = K::cluster;
   plan.grid = K::cluster > 1 ? 2 * K::cluster : blocks;
   plan.smem = 2 * threads * int(sizeof(float));
-  K::change(made, ok);
-  launch<K>(made, {in.get(), out, both, ok}, {});
+  K::change(config, ok);
+  launch<K>(config, {in.get(), out, both, ok}, {});
 }
 
 // Runs the kernel if the program's argument is its name; prints the name if there is no argument.

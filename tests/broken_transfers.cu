@@ -62,7 +62,7 @@ struct WaitForTheOtherParity : Base {
   }
 };
 // Two copies to the same place, one after the other.
-struct TwoCopies : Base {
+struct RepeatedCopy : Base {
   static LIGER_DEVICE void run(const Args& a, bool fenced, bool ordered) {
     const Shared<Mbarrier> mbarrier = one_mbarrier();
     for (int round = 0; round < 2; ++round) {
@@ -74,11 +74,11 @@ struct TwoCopies : Base {
     }
   }
 };
-struct CopyOverLoads : TwoCopies {
-  static LIGER_DEVICE void run(const Args& a) { TwoCopies::run(a, true, !a.broken()); }
+struct CopyOverLoads : RepeatedCopy {
+  static LIGER_DEVICE void run(const Args& a) { RepeatedCopy::run(a, true, !a.broken()); }
 };
-struct MissingFence : TwoCopies {
-  static LIGER_DEVICE void run(const Args& a) { TwoCopies::run(a, !a.broken() || thread_id() != 77, true); }
+struct MissingFence : RepeatedCopy {
+  static LIGER_DEVICE void run(const Args& a) { RepeatedCopy::run(a, !a.broken() || thread_id() != 77, true); }
 };
 struct EndBeforeTheCopy : Base {
   static LIGER_DEVICE void run(const Args& a) {
@@ -98,14 +98,14 @@ struct MbarrierWithoutBarrier : Base {
 };
 struct AsynchronousCopy : Base {
   static LIGER_DEVICE void run(const Args& a) {
-    const Shared<float> own = shared<float>(0) + thread_id() % 32 * 4;
+    const Shared<float> buffer = shared<float>(0) + thread_id() % 32 * 4;
     if (warp_id() > 0) return;
-    async_copy(own, a.in + thread_id() * 4);
+    async_copy(buffer, a.in + thread_id() * 4);
     close_copies();
-    async_copy(own + threads, a.in + thread_id() * 4);
+    async_copy(buffer + threads, a.in + thread_id() * 4);
     close_copies();
     wait_for_copies(a.broken() && thread_id() == 3 ? 2 : 1);
-    a.row()[thread_id()] = own[0];
+    a.row()[thread_id()] = buffer[0];
     wait_for_copies(0);
   }
 };
@@ -121,13 +121,13 @@ struct EndBeforeAsynchronousCopies : Base {
 // Blocks of a cluster of two that send each other a float, round after round.
 struct Exchange : Base {
   static constexpr int cluster = 2;
-  // own_wait: whether this block waits before it sends. buffers: the number used in turn. rounds: those in which this block takes part.
-  static LIGER_DEVICE void run(const Args& a, bool own_wait, int buffers, int rounds) {
+  // waits: whether this block waits before it sends. buffers: the number used in turn. rounds: those in which this block takes part.
+  static LIGER_DEVICE void run(const Args& a, bool waits, int buffers, int rounds) {
     const Shared<Mbarrier> mbarriers = shared<Mbarrier>(bytes);
     if (thread_id() == 0)
       for (int i = 0; i < buffers; ++i) init_mbarrier(mbarriers + i);
     cluster_arrive();
-    if (own_wait) cluster_wait();
+    if (waits) cluster_wait();
     if (warp_id() > 0) return;
     for (int round = 0; round < rounds; ++round) {
       const int buffer = round % buffers;

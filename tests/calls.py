@@ -38,10 +38,10 @@ class Call:
         return [n for n, t in self.tensors().items() if n not in self.constants and t.dtype.is_floating_point]
 
     def __str__(self) -> str:
-        return f"{self.op}({', '.join(f'{name}={described(value)}' for name, value in self.arguments.items())})"
+        return f"{self.op}({', '.join(f'{name}={argument_text(value)}' for name, value in self.arguments.items())})"
 
 
-def described(value: Any) -> str:
+def argument_text(value: Any) -> str:
     """Returns a short text for an argument: dtype, shape, strides, device."""
     if not isinstance(value, Tensor):
         return repr(value)

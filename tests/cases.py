@@ -30,7 +30,7 @@ def slow_if(condition: Any, *values: Any) -> Any:
     return pytest.param(*values, marks=[pytest.mark.slow] * bool(condition))
 
 
-def dtypes_of(device: torch.device) -> tuple[torch.dtype, ...]:
+def device_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
     return LOW if device.type == "cuda" or host_target() else (*LOW, torch.float64)
 
 
@@ -80,7 +80,7 @@ def normal(
     return (torch.randn(shape, generator=generator) * scale + mean).to(dtype).to(device)
 
 
-def rows_of_all_sizes(t: Tensor, seed: int) -> Tensor:
+def scaled_rows(t: Tensor, seed: int) -> Tensor:
     """Scales each row by a power of two between 2^-10 and 2^4: in the small rows eps determines the result."""
     generator = torch.Generator().manual_seed(seed + 1)
     exponents = torch.randint(-10, 5, (*t.shape[:-1], 1), generator=generator)
@@ -118,9 +118,9 @@ def draw_tensor(
     **values: float,
 ) -> Tensor:
     """Draws a normally distributed tensor in one of the layouts; without ``dtype``, in any dtype."""
-    dtype, seed = dtype or data.draw(st.sampled_from(dtypes_of(device))), data.draw(seeds)
+    dtype, seed = dtype or data.draw(st.sampled_from(device_dtypes(device))), data.draw(seeds)
     t = normal(*shape, dtype=dtype, device=device, seed=seed, **values)
-    return laid_out(rows_of_all_sizes(t, seed) if all_sizes else t, data.draw(layouts))
+    return laid_out(scaled_rows(t, seed) if all_sizes else t, data.draw(layouts))
 
 
 def draw_leaf(data: Any, device: torch.device, *shape: int, **options: Any) -> Tensor:
@@ -176,15 +176,15 @@ def class_weights(vocab: int) -> Callable:
     return make
 
 
-def leaves_of(arguments: dict[str, Any]) -> list[Tensor]:
+def tensor_leaves(arguments: dict[str, Any]) -> list[Tensor]:
     return [v for v in arguments.values() if isinstance(v, Tensor) and v.requires_grad]
 
 
-def losses_of(result: Any) -> list[Tensor]:
+def differentiable_outputs(result: Any) -> list[Tensor]:
     """Returns the differentiable outputs of a call."""
-    from liger_ext.testing import outputs_of
+    from liger_ext.testing import named_outputs
 
-    return [t for t in outputs_of(result).values() if t.requires_grad]
+    return [t for t in named_outputs(result).values() if t.requires_grad]
 
 
 def grads_for(outputs: list[Tensor]) -> list[Tensor]:
@@ -193,8 +193,8 @@ def grads_for(outputs: list[Tensor]) -> list[Tensor]:
 
 
 def gradients(example: Example, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
-    outputs = losses_of(example(arguments))
-    return torch.autograd.grad(outputs, leaves_of(arguments), grads_for(outputs))
+    outputs = differentiable_outputs(example(arguments))
+    return torch.autograd.grad(outputs, tensor_leaves(arguments), grads_for(outputs))
 
 
 class RecordCalls(TorchDispatchMode):
@@ -247,7 +247,7 @@ def python(*arguments: Any, **changed: str) -> str:
     return done.stdout
 
 
-def told(function: str) -> list[str]:
+def library_lines(function: str) -> list[str]:
     """Calls a function of libliger_ext_cpu.so that returns text, and returns the lines."""
     tell = getattr(ctypes.CDLL(str(library_folder() / "libliger_ext_cpu.so")), function)
     tell.restype = ctypes.c_char_p

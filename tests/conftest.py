@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(autouse=True)
-def environment_is_kept():
+def restored_environment():
     """Restores the environment after each test.
 
     PEFT's BOFT leaves ``CXX=gcc`` behind if its own extension fails to build. With that setting no C++ code links:
@@ -75,7 +75,7 @@ def environment_is_kept():
 
 
 @pytest.fixture(autouse=True, scope="module")
-def collections_are_short():
+def frozen_objects():
     """Freezes the objects that exist before a file's first test: later garbage collections skip them.
 
     transformers' Trainer runs a full collection per training run. Without the freeze it visits all packages and tests

@@ -10,9 +10,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from distributed_wrappers import OURS, WRAPPERS, batches_of, mean_of_processes, weights, whole
+from distributed_wrappers import OURS, WRAPPERS, average_gradients, full_tensors, step_batches, weights
 from llama_models import build, lora, ops, patched, tokens
-from processes import cases_of
+from processes import all_pairs_cases
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -45,34 +45,34 @@ def saved_and_loaded(world, saver, loader, saved_by, loaded_by, tied):
             optimizer.step()
             optimizer.zero_grad()
 
-    def state_of(model, optimizer):
+    def checkpoint_state(model, optimizer):
         return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
 
-    def weights_of(model):
-        return torch.cat([p.detach().flatten() for p in whole(model.named_parameters()).values()])
+    def flat_weights(model):
+        return torch.cat([p.detach().flatten() for p in full_tensors(model.named_parameters()).values()])
 
     model, optimizer = start(saver, saved_by, seed=0)
     advance(model, optimizer, range(2), saved_by)
     if saved_by != "alone" or world.rank == 0:
         group = meshes["alone"].get_group() if saved_by == "alone" else None
-        dcp.save(state_of(model, optimizer), checkpoint_id=world.folder / "checkpoint", process_group=group)
-    at_break = weights_of(model)
+        dcp.save(checkpoint_state(model, optimizer), checkpoint_id=world.folder / "checkpoint", process_group=group)
+    at_break = flat_weights(model)
     advance(model, optimizer, range(2, 4), saved_by)
     dist.barrier()
 
     other, its_optimizer = start(loader, loaded_by, seed=1)
-    state = state_of(other, its_optimizer)
+    state = checkpoint_state(other, its_optimizer)
     group = meshes["alone"].get_group() if loaded_by == "alone" else None
     dcp.load(state, checkpoint_id=world.folder / "checkpoint", process_group=group)
     set_state_dict(other, its_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    assert torch.equal(weights_of(other), at_break)
+    assert torch.equal(flat_weights(other), at_break)
     advance(other, its_optimizer, range(2, 4), loaded_by)
-    end = weights_of(model)
-    assert (weights_of(other) - end).norm() <= 3e-4 * (end - at_break).norm()
+    end = flat_weights(model)
+    assert (flat_weights(other) - end).norm() <= 3e-4 * (end - at_break).norm()
 
 
 KINDS = ("patched", "stock")
-CASES = cases_of(
+CASES = all_pairs_cases(
     "saved",
     saved_and_loaded,
     dict(saver=KINDS, loader=KINDS, saved_by=("FSDP2", "alone", "DDP"), loaded_by=("FSDP2", "alone", "DDP"),
@@ -81,7 +81,7 @@ CASES = cases_of(
 )  # fmt: skip
 
 
-def trainer(world, tokens_of):
+def trainer(world, averaged_over):
     """Hugging Face's Trainer wraps the model in DDP. Its log and the trained weights equal those of a stock model."""
     import accelerate
     from test_trainer import ROWS, padded, parameters
@@ -93,7 +93,7 @@ def trainer(world, tokens_of):
         arguments = TrainingArguments(
             str(world.folder), use_cpu=True, max_steps=3, gradient_accumulation_steps=2, learning_rate=2e-3,
             per_device_train_batch_size=2, adam_epsilon=1e-4, logging_steps=1, report_to=[], save_strategy="no",
-            disable_tqdm=True, average_tokens_across_devices=tokens_of == "all",
+            disable_tqdm=True, average_tokens_across_devices=averaged_over == "all",
         )  # fmt: skip
         made = Trainer(model, arguments, train_dataset=ROWS, eval_dataset=ROWS, data_collator=padded)
         made.train()
@@ -115,7 +115,7 @@ def trainer(world, tokens_of):
 
 
 if importlib.util.find_spec("accelerate"):
-    CASES |= cases_of("Trainer", trainer, dict(tokens_of=("all", "each")))
+    CASES |= all_pairs_cases("Trainer", trainer, dict(averaged_over=("all", "each")))
 
 
 def log_probs(world, wrapper, alone, lora_on_head):
@@ -137,18 +137,18 @@ def log_probs(world, wrapper, alone, lora_on_head):
     model = WRAPPERS[wrapper](model)
     for of in (stock, model):
         optimizer = torch.optim.SGD(of.parameters(), lr=0.3)
-        for (batch,) in batches_of(world):
+        for (batch,) in step_batches(world):
             optimizer.zero_grad()
             objective(of, batch).backward()
             if of is stock:
-                mean_of_processes(of)
+                average_gradients(of)
             optimizer.step()
     expected = weights(stock)
     for name, found in weights(model).items():
         torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
 
 
-CASES |= cases_of(
+CASES |= all_pairs_cases(
     "log_probs",
     log_probs,
     dict(wrapper=tuple(WRAPPERS), alone=(False, True), lora_on_head=(False, True)),
@@ -171,7 +171,7 @@ def trl_head(world, wrapper, is_patched):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
         with liger_ext.trl.install() if ours else contextlib.nullcontext():
             assert isinstance(utils._ChunkedLogProbFunction, liger_ext.trl._LogProbs) == ours
-            for (batch,) in batches_of(world):
+            for (batch,) in step_batches(world):
                 optimizer.zero_grad()
                 output = model(**batch, fused_lm_head=True)
                 chosen, rejected = output.log_probs.sum(-1).chunk(2)
@@ -186,4 +186,4 @@ def trl_head(world, wrapper, is_patched):
 
 
 if importlib.util.find_spec("trl"):
-    CASES |= cases_of("trl_head", trl_head, dict(wrapper=tuple(WRAPPERS), is_patched=("stock", "patched")))
+    CASES |= all_pairs_cases("trl_head", trl_head, dict(wrapper=tuple(WRAPPERS), is_patched=("stock", "patched")))

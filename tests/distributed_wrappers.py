@@ -12,7 +12,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from llama_models import assert_as_good, build, checkpoint_layers, exact, lora, ops, tokens
-from processes import cases_of
+from processes import all_pairs_cases
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
@@ -37,7 +37,7 @@ CHECKPOINTS = "reentrant", "non-reentrant", "wrapper"  # "wrapper" is torch's ow
 BF16 = torch.bfloat16
 
 
-def batches_of(world, micro_steps=1, rows=2, seq=9):
+def step_batches(world, micro_steps=1, rows=2, seq=9):
     """Returns this process's rows for two steps. Each process has the same number of labels, so that the mean of the
     processes' means is the mean over all rows."""
 
@@ -48,7 +48,7 @@ def batches_of(world, micro_steps=1, rows=2, seq=9):
     return [[batch(step * micro_steps + micro) for micro in range(micro_steps)] for step in range(2)]
 
 
-def train(model, batches, results_of, without_sync=None, before_step=None, **arguments):
+def train(model, batches, read_results, without_sync=None, before_step=None, **arguments):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     for micro_batches in batches:
         optimizer.zero_grad()
@@ -61,10 +61,10 @@ def train(model, batches, results_of, without_sync=None, before_step=None, **arg
             before_step(model)
         optimizer.step()
     results = {name: output[name].detach() for name in ("loss", "logits") if output.get(name) is not None}
-    return results | results_of(model)
+    return results | read_results(model)
 
 
-def mean_of_processes(model):
+def average_gradients(model):
     """Averages the gradients over the processes."""
     for p in model.parameters():
         if p.grad is not None:
@@ -72,7 +72,7 @@ def mean_of_processes(model):
             p.grad /= dist.get_world_size()
 
 
-def whole(named):
+def full_tensors(named):
     """Returns whole tensors under the names that parameters have without wrappers."""
     found = {}
     for name, t in named:
@@ -83,14 +83,14 @@ def whole(named):
 
 
 def gradients(model):
-    return whole((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+    return full_tensors((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
 
 
 def weights(model):
     """Returns a model's whole weights. FSDP1 gathers them only inside of ``summon_full_params``."""
     is_wrapped = isinstance(model, FullyShardedDataParallel)
     with FullyShardedDataParallel.summon_full_params(model) if is_wrapped else contextlib.nullcontext():
-        return whole((name, p.detach()) for name, p in model.named_parameters())
+        return full_tensors((name, p.detach()) for name, p in model.named_parameters())
 
 
 def compare(
@@ -100,7 +100,7 @@ def compare(
     checkpoint=None,
     accumulates="",
     without_sync=None,
-    results_of=gradients,
+    read_results=gradients,
     expected_ops=OURS,
     change=lambda model: model,
     patch=None,
@@ -112,10 +112,10 @@ def compare(
     of two batches, with synchronisation ("with sync") or inside of `without_sync(model)`. The patched model's forward
     takes `memory`; the model's configuration takes `options`."""
     stock = change(build(**options).train())
-    batches = batches_of(world, 2 if accumulates else 1, **(batch or {}))
+    batches = step_batches(world, 2 if accumulates else 1, **(batch or {}))
     if accumulates != "without sync":
         without_sync = None
-    reference = train(exact(stock), batches, results_of, before_step=mean_of_processes)
+    reference = train(exact(stock), batches, read_results, before_step=average_gradients)
     results = []
     for is_patched in (False, True):
         model = copy.deepcopy(stock)
@@ -134,14 +134,14 @@ def compare(
         if is_patched and memory is not None:
             given["memory"] = memory
         try:
-            results.append(train(model, batches, results_of, without_sync, **given))
+            results.append(train(model, batches, read_results, without_sync, **given))
         except Exception as error:
             error.add_note(f"The model is {'patched' if is_patched else 'stock'}.")
             raise
     if expected_ops is not None:
         found = ops(model, **batches[0][0])
         assert found == expected_ops, found
-    if results_of is weights:  # compare the changes of the weights
+    if read_results is weights:  # compare the changes of the weights
         for each in (reference, *results):
             each.update({name: each[name] - p.detach() for name, p in stock.named_parameters()})
     assert_as_good(results[1], results[0], reference)
@@ -168,7 +168,7 @@ FSDP2 = dict(
 )
 
 
-def units_of(layer, units):
+def wrapped_units(layer, units):
     """Yields the modules of a layer to wrap, the innermost first."""
     if units == "halves of layers":
         yield from (layer.self_attn, layer.mlp)
@@ -187,7 +187,7 @@ def fsdp2(world, policy, reshard, offload, units, head, tied, accumulates, check
 
     def wrap(model):
         for layer in model.model.layers:
-            for unit in units_of(layer, units):
+            for unit in wrapped_units(layer, units):
                 fully_shard(unit, **(options | dict(mp_policy=of_layers)))
         if head:
             fully_shard(model.lm_head if head == "head alone" else [model.model.norm, model.lm_head], **options)
@@ -218,8 +218,9 @@ def fsdp2(world, policy, reshard, offload, units, head, tied, accumulates, check
     )
 
 
-CASES |= cases_of("FSDP2", fsdp2, FSDP2, lambda case: not (case["head"] and case["tied"]))  # FSDP2 refuses a tied head
-CASES |= cases_of(
+# FSDP2 refuses a tied head.
+CASES |= all_pairs_cases("FSDP2", fsdp2, FSDP2, lambda case: not (case["head"] and case["tied"]))
+CASES |= all_pairs_cases(
     "HSDP",
     partial(
         fsdp2,
@@ -281,7 +282,7 @@ def ddp_can(case):
     return not unsynchronised and not (case["graph"] == "finds unused" and case["checkpoint"] == "reentrant")
 
 
-CASES |= cases_of("DDP", ddp, DDP, ddp_can)
+CASES |= all_pairs_cases("DDP", ddp, DDP, ddp_can)
 
 FSDP1 = dict(
     use_orig_params=(False, True),
@@ -301,7 +302,7 @@ def fsdp1(world, use_orig_params, strategy, bf16, units, head, tied, accumulates
         def is_unit(module, recurse, nonwrapped_numel):
             return recurse or any(module is unit for unit in chosen)
 
-        chosen = [unit for layer in model.model.layers for unit in units_of(layer, units)]
+        chosen = [unit for layer in model.model.layers for unit in wrapped_units(layer, units)]
         chosen += [model.lm_head] * bool(head)
 
         return FullyShardedDataParallel(
@@ -320,13 +321,13 @@ def fsdp1(world, use_orig_params, strategy, bf16, units, head, tied, accumulates
         checkpoint,
         accumulates=accumulates,
         without_sync=FullyShardedDataParallel.no_sync,
-        results_of=weights,
+        read_results=weights,
         expected_ops=OURS if units == "layers" else OURS - {"add_rms_norm"},
         tie_word_embeddings=tied,
     )
 
 
-CASES |= cases_of("FSDP1", fsdp1, FSDP1, lambda case: not (case["head"] and case["tied"]))
+CASES |= all_pairs_cases("FSDP1", fsdp1, FSDP1, lambda case: not (case["head"] and case["tied"]))
 
 WRAPPERS = {
     "DDP": DistributedDataParallel,
@@ -335,7 +336,7 @@ WRAPPERS = {
 }
 
 
-def head_of_peft(world, wrapper, alone, head):
+def peft_head(world, wrapper, alone, head):
     """Trains a PEFT model whose head has LoRA or is trained as a copy. A head with LoRA returns the logits of some rows
     at a time, or all logits where a wrapper gathers the head's weights and sums their gradients; of a copied head the
     loss is fused."""
@@ -352,7 +353,7 @@ def head_of_peft(world, wrapper, alone, head):
         wrap,
         "wrap, patch",
         change=lambda model: lora(model, **(adapted if head == "LoRA" else copied)),
-        results_of=weights,
+        read_results=weights,
         expected_ops=OURS - {"fused_linear_cross_entropy"} | {"cross_entropy"} if head == "LoRA" else OURS,
         memory=SMALLEST,
         batch=dict(rows=6, seq=50),
@@ -360,9 +361,9 @@ def head_of_peft(world, wrapper, alone, head):
     )
 
 
-CASES |= cases_of(
+CASES |= all_pairs_cases(
     "head",
-    head_of_peft,
+    peft_head,
     dict(wrapper=tuple(WRAPPERS), alone=(False, True), head=("LoRA", "copy")),
     lambda case: not (case["alone"] and case["wrapper"] == "DDP"),
 )
@@ -390,4 +391,4 @@ def compiled(world, wrapper):
     assert graphs["unique_graphs"] > before
 
 
-CASES |= cases_of("compiled", compiled, dict(wrapper=("DDP", "FSDP2")))
+CASES |= all_pairs_cases("compiled", compiled, dict(wrapper=("DDP", "FSDP2")))

@@ -25,7 +25,7 @@ extern "C" {
 // Functions that the test calls.
 int fake_current_device() { return machine.current; }
 int fake_last_error() { return machine.last_error; }
-void fake_end_of_trouble() { machine.in_trouble = false; }
+void fake_recover() { machine.in_trouble = false; }
 
 cudaError_t cudaGetDevice(int* device) {
   *device = machine.current;

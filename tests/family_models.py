@@ -259,11 +259,11 @@ def patched(model, **options):
 def patch_named(owner):
     """Returns a class unchanged, and for the name of a class of transformers ("gemma2.Gemma2DecoderLayer") its
     patch."""
-    return patches.patch_of(find_class(owner)) if isinstance(owner, str) else owner
+    return patches.find_patch(find_class(owner)) if isinstance(owner, str) else owner
 
 
 @pytest.fixture
-def new_look():
+def clear_recognition():
     """Clears the caches of recognition before and after a test."""
     caches = [
         found for module in (patches, reading) for found in vars(module).values() if hasattr(found, "cache_clear")

@@ -5,7 +5,7 @@ the source of its version 0.8.2."""
 import torch
 from cases import RecordCalls
 from family_models import LAYERS, OPTIONS, build, patched, set_experts
-from llama_models import batch_of
+from llama_models import make_batch
 from transformers import CONFIG_MAPPING
 
 HEAD = """\
@@ -13,7 +13,7 @@ HEAD = """\
 |---|---|---|---|---|---|---|---|---|"""
 
 # The column "not fused": the code that stays transformers' and the reason.
-LEFT = {
+UNPATCHED = {
     "apertus": "MLP: xIELU, an activation with parameters",
     "bailing_hybrid": "linear attention: no rotary embedding",
     "cohere2": "layer: attention and MLP read the same norm",
@@ -57,16 +57,16 @@ def row(family: str) -> str:
     model = patched(build(family, output_router_logits=False))
     set_experts(model, "grouped_mm")
     with RecordCalls() as record:
-        loss = model(**batch_of("cpu")).loss
-        nodes = _names_of_nodes(loss)
+        loss = model(**make_batch("cpu")).loss
+        nodes = _node_names(loss)
         loss.backward()
     found = {name.removesuffix("_backward") for name in record.names} | nodes
     cells = [[SHOWN.get(name, "yes") for name in column if name in found] for column in COLUMNS]
     shown = [", ".join(dict.fromkeys(cell)) for cell in cells]
-    return " | ".join([f"| `{family}`", *shown, LEFT.get(family, ""), UPSTREAM.get(family, "no function")]) + " |"
+    return " | ".join([f"| `{family}`", *shown, UNPATCHED.get(family, ""), UPSTREAM.get(family, "no function")]) + " |"
 
 
-def _names_of_nodes(result: torch.Tensor) -> set[str]:
+def _node_names(result: torch.Tensor) -> set[str]:
     """Returns the names of the nodes in the autograd graph of a result."""
     seen, waiting = set(), [result.grad_fn]
     while waiting:

@@ -21,16 +21,16 @@ from pathlib import Path
 PARTS = "head", "layer", "module", "experts", "attention"
 
 
-def seen() -> dict[str, dict[str, list[str]]]:
+def recognised_classes() -> dict[str, dict[str, list[str]]]:
     """Returns, by part, each known class of the imported transformers and the digests by which it is recognised."""
     from transformers.models.llama import modeling_llama
 
     from liger_ext.models.recognise.known import ropes_in
-    from liger_ext.models.recognise.reading import form_of_head, form_of_layer
+    from liger_ext.models.recognise.reading import build_head_form, build_layer_form
     from liger_ext.models.recognise.report import look
 
-    of_llama = {"head": form_of_head(modeling_llama.LlamaForCausalLM)}
-    of_llama["layer"] = form_of_layer(modeling_llama.LlamaDecoderLayer)
+    of_llama = {"head": build_head_form(modeling_llama.LlamaForCausalLM)}
+    of_llama["layer"] = build_layer_form(modeling_llama.LlamaDecoderLayer)
     found = {part: {} for part in PARTS}
     for each in look():
         if each.ropes:
@@ -53,7 +53,7 @@ def report(releases: list[tuple[str, dict[str, dict[str, list[str]]]]]) -> str:
     return "\n".join(lines)
 
 
-def look_at(folder: str) -> tuple[str, dict[str, dict[str, list[str]]]]:
+def inspect_release(folder: str) -> tuple[str, dict[str, dict[str, list[str]]]]:
     root = str(Path(__file__).parent.parent)
     env = os.environ | {"PYTHONPATH": os.pathsep.join([root, folder]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, __file__], env=env, stdout=subprocess.PIPE, text=True, check=True)
@@ -65,7 +65,7 @@ def look_at(folder: str) -> tuple[str, dict[str, dict[str, list[str]]]]:
 if __name__ == "__main__":
     if sys.argv[1:]:
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            print(report(list(pool.map(look_at, sys.argv[1:]))))
+            print(report(list(pool.map(inspect_release, sys.argv[1:]))))
     else:
-        found = seen()
+        found = recognised_classes()
         print(json.dumps((sys.modules["transformers"].__version__, found)))

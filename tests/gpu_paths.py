@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from liger_ext import _C, _devices
-from liger_ext.records import RECORDS, Make, Size
+from liger_ext.records import RECORDS, InputFactory, Size
 
 # Ops whose backward sums columns in persistent blocks.
 NORMS = [
@@ -33,7 +33,7 @@ CLUSTERED = [
 HIDDEN = 16  # of the fused loss
 
 
-def size_of(op: str, rows: int, cols: int) -> Size:
+def call_size(op: str, rows: int, cols: int) -> Size:
     """Returns the sizes of a call. For RoPE rows are positions and cols is the head dimension, with few heads; the
     fused loss has a small hidden size."""
     size = RECORDS[op].llama.at(rows, cols)
@@ -42,10 +42,10 @@ def size_of(op: str, rows: int, cols: int) -> Size:
 
 def arguments(op: str, rows: int, cols: int, dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:
     """Returns an op's arguments by name; floating tensors require a gradient."""
-    return RECORDS[op].inputs(Make(dtype, device), size_of(op, rows, cols))
+    return RECORDS[op].inputs(InputFactory(dtype, device), call_size(op, rows, cols))
 
 
-def profile_of_this_machine() -> _C.DeviceProfile:
+def machine_profile() -> _C.DeviceProfile:
     """Returns the profile of this machine's GPU, or of an H200 without one."""
     return _devices.running_profile(0) if torch.cuda.is_available() else _C.profile("H200")
 
@@ -79,7 +79,7 @@ class Path:
 
     def launches(self, profile: _C.DeviceProfile, rows: int, knobs: dict | None = None) -> list[_C.NamedLaunch]:
         """Returns the launches of forward and backward, as far as they are planned."""
-        record, size = RECORDS[self.op], size_of(self.op, rows, self.cols)
+        record, size = RECORDS[self.op], call_size(self.op, rows, self.cols)
         frozen = record.parameters if self.frozen else ()
         return record.plans(profile, size, self.dtype, "", _C.Knobs(**(knobs or {})), self.options, frozen)
 
@@ -144,7 +144,7 @@ LONG = [
 ]
 
 # The other paths: few and many rows of common lengths, with and without a remainder after the last whole vector.
-USUAL = [
+COMMON = [
     *(
         Path(op, cols, dtype, kind)
         for op in (*ROW_OPS, "fused_linear_cross_entropy")
@@ -165,4 +165,4 @@ USUAL = [
     Path("cross_entropy", 1003, torch.bfloat16, "many", {"reduction": "none"}),
 ]
 
-PATHS = [*WATCHED, *LONG, *USUAL]
+PATHS = [*WATCHED, *LONG, *COMMON]

@@ -17,30 +17,30 @@ import kernel_cases
 import pytest
 import test_linear_log_probs as log_probs
 import torch
-from cases import LOW, ahead_target, laid_out, normal, random_targets, slow_if, told
+from cases import LOW, ahead_target, laid_out, library_lines, normal, random_targets, slow_if
 from ops import BY_NAME, EXAMPLES, IDS
 from ops.glu import check_h, h_cases
 
 from liger_ext import _C
 from liger_ext.ops._loss_plan import SMALLEST, Plan
-from liger_ext.records import RECORDS, Make, Size
+from liger_ext.records import RECORDS, InputFactory, Size
 from liger_ext.testing import judge
 
 torch.set_num_threads(1)  # kernels of the host target run on one thread, and the references are small
 
 dtypes = pytest.mark.parametrize("dtype", LOW, ids=["fp32", "bf16", "fp16"])
-cases_of = Counter()  # {kernel: number of this process's tests that launched it}
+kernel_case_counts = Counter()  # {kernel: number of this process's tests that launched it}
 
 
 def launches():
     """Returns {kernel: number of launches}."""
-    lines = (line.split(" ", 1) for line in told("liger_ext_host_kernels"))
+    lines = (line.split(" ", 1) for line in library_lines("liger_ext_host_kernels"))
     return {name: int(count) for count, name in lines}
 
 
 def launched_since():
     """Returns [(kernel, bytes of shared memory)] of the launches since the last call of this function."""
-    lines = (line.split(" ", 3) for line in told("liger_ext_host_launched"))
+    lines = (line.split(" ", 3) for line in library_lines("liger_ext_host_launched"))
     return [(name, int(shared_bytes)) for _, _, shared_bytes, name in lines]
 
 
@@ -48,7 +48,7 @@ def launched_since():
 def count_cases():
     before = launches()
     yield
-    cases_of.update(name for name, count in launches().items() if count > before[name])
+    kernel_case_counts.update(name for name, count in launches().items() if count > before[name])
 
 
 ROWS = [
@@ -60,7 +60,7 @@ ROWS = [
 
 def row_op(op, rows, cols, dtype, *, layout="contiguous", weight_dtype=None, other_dtype=None, **options):
     """Judges a row op, all of whose tensors require gradients."""
-    made = RECORDS[op].inputs(Make(dtype), Size(rows, cols))
+    made = RECORDS[op].inputs(InputFactory(dtype), Size(rows, cols))
     for i, (name, t) in enumerate(made.items()):
         if not isinstance(t, torch.Tensor):
             continue
@@ -235,7 +235,7 @@ def test_rows_of_clusters(dtype):
     for op in ("rms_norm", "add_rms_norm", "layer_norm"):
         row_op(op, 2, 33_000 * wide, dtype)
         row_op(op, 2, 33_000 * wide, dtype, weight_dtype=torch.float32 if dtype != torch.float32 else torch.bfloat16)
-    judge("group_norm", RECORDS["group_norm"].inputs(Make(dtype), Size(2, 33_000 * wide)))
+    judge("group_norm", RECORDS["group_norm"].inputs(InputFactory(dtype), Size(2, 33_000 * wide)))
     row_op("softmax", 40, 16 * wide, dtype)
     fused_loss(1, 130_000 * wide, dtype, hidden=2)
     for vectors in (18_000, 22_000):
@@ -261,12 +261,12 @@ def test_every_kernel_has_run():
     found = launches()
     idle = [name for name, count in found.items() if count == 0]
     if ahead_target():  # instances with four vectors per thread run on devices without clusters
-        idle = [name for name in idle if instances.key_of(name)[1][1:] != (4, 512)]
+        idle = [name for name in idle if instances.instance_key(name)[1][1:] != (4, 512)]
     assert found and not idle, "\n".join(idle)
-    assert {instances.key_of(name) for name in found} == instances.table(ahead=ahead_target()).keys()
+    assert {instances.instance_key(name) for name in found} == instances.table(ahead=ahead_target()).keys()
     instances_of = defaultdict(list)
     for name in found:
-        instances_of[re.sub(r"<.*", "", name.removesuffix("]")).rpartition("::")[2]].append(cases_of[name])
+        instances_of[re.sub(r"<.*", "", name.removesuffix("]")).rpartition("::")[2]].append(kernel_case_counts[name])
     print(f"| {'kernel':26}{'instances':>10}{'cases':>8}{'fewest of an instance':>24}")
     for kernel, cases in sorted(instances_of.items()):
         print(f"| {kernel:26}{len(cases):10}{sum(cases):8}{min(cases):24}")

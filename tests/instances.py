@@ -10,7 +10,7 @@ from liger_ext import _C
 Key = tuple[str, tuple[int, ...]]  # a kernel and its integer template arguments
 
 
-def key_of(name: str) -> Key:
+def instance_key(name: str) -> Key:
     """Parses ``liger::gpu::(anonymous namespace)::RopeKernel<float, 4>``, as written by any demangler."""
     name = re.sub(r"\(anonymous namespace\)::|\[abi:\w+\]|liger::|gpu::", "", name)
     kernel, _, arguments = name.partition("<")

@@ -3,7 +3,7 @@ uses: ``python isa_subset.py``. test_library runs it in a child process, because
 the library is loaded."""
 
 import torch
-from cases import LAYOUTS, laid_out, normal, random_targets, told
+from cases import LAYOUTS, laid_out, library_lines, normal, random_targets
 
 from liger_ext.testing import judge, self_test
 
@@ -34,7 +34,7 @@ def main() -> None:
         )
     worst = max(measured, key=lambda m: m.ratio)
     assert worst.ratio <= 1, worst
-    print("isa", *told("liger_ext_cpu_isa"), "measured", len(measured), "worst", worst)
+    print("isa", *library_lines("liger_ext_cpu_isa"), "measured", len(measured), "worst", worst)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 A comparison has three models with the same weights: stock (transformers' code in the dtype under test), patched (a
 patched copy of it), and exact (transformers' code in float64, norms and loss included). Over all gradients, the patched
-model's distance from the exact one may be `FACTOR` times the stock model's distance; in any one result `FACTOR_OF_ONE`
+model's distance from the exact one may be `FACTOR` times the stock model's distance; in any one result `SINGLE_FACTOR`
 times. Both bounds add the distance that rounding the result causes. The factors leave room: the measured ratio of the
 distances has a median of 1 in every parameter.
 """
@@ -26,7 +26,7 @@ from liger_ext import apply_liger_kernel_to_llama
 LEVELS = ("fast", "auto", "low", "min")  # levels of memory
 levels = pytest.mark.parametrize("memory", LEVELS)
 FACTOR = 1.5
-FACTOR_OF_ONE = 3
+SINGLE_FACTOR = 3
 VOCAB = 1000
 SIZES = dict(
     vocab_size=VOCAB,
@@ -97,7 +97,7 @@ def lora(model: nn.Module, **options: Any) -> nn.Module:
     return model
 
 
-def batch_of(device: Any, rows: int = 3, seq: int = 11, seed: int = 1) -> dict[str, Tensor]:
+def make_batch(device: Any, rows: int = 3, seq: int = 11, seed: int = 1) -> dict[str, Tensor]:
     ids = tokens(rows, seq, device=device, seed=seed)
     labels = ids.clone()
     labels[0, :4] = -100
@@ -200,7 +200,7 @@ def assert_as_good(patched: Mapping[str, Tensor], stock: Mapping[str, Tensor], r
         assert result.dtype == stock[name].dtype, name
         assert result.shape == stock[name].shape, name
         by_luck = result.dtype is torch.float32 and name not in ("loss", "logits")
-        bound = FACTOR_OF_ONE * max(theirs[name], usual if by_luck else 0) + rounding(result.dtype)
+        bound = SINGLE_FACTOR * max(theirs[name], usual if by_luck else 0) + rounding(result.dtype)
         if name == "loss" and "logits" in stock:
             # The stock loss, one number, may be exact by chance: the errors of its logits count, too.
             error = (stock["logits"].double() - reference["logits"]).square().mean().sqrt()

@@ -12,7 +12,7 @@ import keyword
 import tokenize
 from collections.abc import Callable, Iterator
 
-from liger_ext.models.patching.forwards import text_of
+from liger_ext.models.patching.forwards import source_text
 
 _OTHER = {"+": "-", "-": "+", "*": "/", "/": "*", "**": "*", "@": "*", "<": ">", ">": "<", "<=": "<", ">=": ">"}
 _OTHER |= {"==": "!=", "!=": "==", "is": "==", "and": "or", "or": "and", "True": "False", "False": "True", "None": "0"}
@@ -20,7 +20,7 @@ _OTHER |= {"+=": "-=", "-=": "+=", "*=": "+=", "^": "|", "&": "|", "|": "&"}
 
 
 def mutants(source: str) -> Iterator[tuple[str, str]]:
-    """Yields a description and the changed source for each change of `source`, a result of `text_of`."""
+    """Yields a description and the changed source for each change of `source`, a result of `source_text`."""
     yield from _with_another_token(source)
     yield from _with_statements_swapped(source)
 
@@ -70,7 +70,7 @@ def _parses(source: str) -> bool:
 
 
 def texts(functions: list[Callable]) -> dict[Callable, str]:
-    return {inspect.unwrap(function): text_of(function) for function in functions}
+    return {inspect.unwrap(function): source_text(function) for function in functions}
 
 
 def find_class(path: str) -> type:

@@ -19,7 +19,7 @@ def pairwise(cases: Sequence[Case]) -> list[Case]:
     Greedy: chooses the case with the most pairs that no chosen case has; of equal cases the first in the order of
     `cases`.
     """
-    pairs = [pairs_of(case) for case in cases]
+    pairs = [value_pairs(case) for case in cases]
     missing = set().union(*pairs)
     chosen = []
     while missing:
@@ -29,5 +29,5 @@ def pairwise(cases: Sequence[Case]) -> list[Case]:
     return chosen
 
 
-def pairs_of(case: Case) -> set[Pair]:
+def value_pairs(case: Case) -> set[Pair]:
     return {frozenset(pair) for pair in itertools.combinations(case.items(), 2)}

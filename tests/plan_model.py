@@ -14,7 +14,7 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def power_of_two(n: int) -> bool:
+def is_pow2(n: int) -> bool:
     return n > 0 and n & (n - 1) == 0
 
 
@@ -69,22 +69,20 @@ def check_teams(plan, rows: int) -> None:
     assert plan.grid % plan.cluster == 0 and plan.grid // plan.cluster <= rows
 
 
-def groups_of(plan) -> int:
+def rows_per_block(plan) -> int:
     """Returns how many rows a block processes at a time; the blocks of a cluster share one row."""
     if plan.cluster > 1:
         assert plan.threads_per_row == plan.cluster * plan.block
         return 1
     assert plan.block % plan.threads_per_row == 0
-    assert plan.threads_per_row % plan.warp == 0 or (
-        power_of_two(plan.threads_per_row) and plan.threads_per_row < plan.warp
-    )
+    assert plan.threads_per_row % plan.warp == 0 or (is_pow2(plan.threads_per_row) and plan.threads_per_row < plan.warp)
     return plan.block // plan.threads_per_row
 
 
 def check_rows(plan, rows: int) -> None:
     """Checks that row = team * groups + group covers all rows, and that every team (block or cluster) has a row."""
     assert plan.grid % plan.cluster == 0
-    teams, groups = plan.grid // plan.cluster, groups_of(plan)
+    teams, groups = plan.grid // plan.cluster, rows_per_block(plan)
     assert (teams - 1) * groups < rows <= teams * groups
 
 
@@ -114,7 +112,7 @@ def row_registers(launch, call) -> None:
 
 
 def row_reread(launch, call, k: int = 4) -> None:
-    assert launch.plan.grid == launch.rows and power_of_two(launch.plan.block)
+    assert launch.plan.grid == launch.rows and is_pow2(launch.plan.block)
     check_batches(launch.plan.block, k, launch.instance[0], launch.cols)
 
 
@@ -124,7 +122,7 @@ def reduction_bytes(values: int, cluster: int = 1) -> int:
 
 def sum_columns(launch, call) -> None:
     plan, sums = launch.plan, max(1, len(call["record"].parameters)) if call["bias"] else 1
-    assert plan.grid % sums == 0 and power_of_two(plan.threads_per_row) and plan.block % plan.threads_per_row == 0
+    assert plan.grid % sums == 0 and is_pow2(plan.threads_per_row) and plan.block % plan.threads_per_row == 0
     assert launch.cols % sums == 0
     check_tiles(plan.grid // sums, plan.threads_per_row, launch.cols // sums)
     assert plan.block % plan.warp == 0 and plan.smem >= 4 * plan.block
@@ -134,7 +132,7 @@ def row_tiles(launch, k: int) -> None:
     plan, vec = launch.plan, launch.instance[0]
     width = plan.threads_per_row * k * vec
     tiles, lines = ceil_div(launch.cols, width), plan.block // plan.threads_per_row
-    assert power_of_two(plan.threads_per_row) and lines * plan.threads_per_row == plan.block
+    assert is_pow2(plan.threads_per_row) and lines * plan.threads_per_row == plan.block
     assert plan.grid % tiles == 0
     assert (plan.grid // tiles - 1) * lines < launch.rows <= plan.grid // tiles * lines
     check_batches(plan.threads_per_row, k, vec, launch.cols)

@@ -42,17 +42,17 @@ class World:
             assert torch.equal(other.nan_to_num(7e7), t.detach().nan_to_num(7e7)), (other, t)
 
 
-def cases_of(kind, f, factors, possible=lambda case: True, processes=2):
+def all_pairs_cases(kind, f, factors, possible=lambda case: True, processes=2):
     """Returns entries of `CASES`: `f(world, **case)` for an all-pairs design of `factors`."""
     cases = [case for case in product(factors) if possible(case)]
     found = {}
-    for made in pairwise(cases) if len(factors) > 1 else cases:
-        words = [name if value is True else str(value) for name, value in made.items() if value]
-        found[", ".join([kind, *words])] = processes, partial(f, **made)
+    for case in pairwise(cases) if len(factors) > 1 else cases:
+        words = [name if value is True else str(value) for name, value in case.items() if value]
+        found[", ".join([kind, *words])] = processes, partial(f, **case)
     return found
 
 
-def errors_of(request, module, tmp_path_factory):
+def run_errors(request, module, tmp_path_factory):
     """Runs the cases of the selected tests. Returns, for each, the error of the first process that failed, or None."""
     here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     asked = {item.callspec.params["case"] for item in here if "case" in item.callspec.params}
@@ -81,13 +81,13 @@ def run_cases(cases, world_class, size, rank, folder):
     torch.set_num_threads(1)
     results = {}
     for number, (name, run) in enumerate(cases.items()):
-        own = folder / f"{size}-{number}"
-        own.mkdir(exist_ok=True)
+        case_folder = folder / f"{size}-{number}"
+        case_folder.mkdir(exist_ok=True)
         started = time.perf_counter()
-        method = f"file://{own}/store"
+        method = f"file://{case_folder}/store"
         dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size, timeout=TIMEOUT)
         try:
-            run(world_class(own))
+            run(world_class(case_folder))
             results[name] = None
         except Exception:
             results[name] = traceback.format_exc()

@@ -22,7 +22,7 @@ APART = ("tests/test_host_target.py",)  # its tests take minutes and share no fi
 def pytest_configure(config):
     """Checks the options before the first test."""
     if share := config.getoption("share"):
-        share_of([], share)
+        select_share([], share)
     if column := config.getoption("skips"):
         config.stash[EXPECTED] = expected_skips(SKIPS.read_text(), column)
 
@@ -35,7 +35,7 @@ def pytest_addoption(parser):
 @pytest.hookimpl(trylast=True)  # behind -m, -k and conftest.py
 def pytest_collection_modifyitems(config, items):
     if share := config.getoption("share"):
-        keep(share_of(items, share), items, config)
+        keep(select_share(items, share), items, config)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 
@@ -48,7 +48,7 @@ def keep(runs, items, config):
         items[:] = runs
 
 
-def share_of(items, share):
+def select_share(items, share):
     found = re.fullmatch(r"(\d+)/(\d+)", share)
     part, parts = map(int, found.groups()) if found else (0, 0)
     if not 1 <= part <= parts:

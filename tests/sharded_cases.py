@@ -7,7 +7,7 @@ from functools import partial
 import sharded_log_probs  # noqa: F401
 import torch
 import torch.distributed as dist
-from cases import RecordCalls, dtypes_of, host_target, normal
+from cases import RecordCalls, device_dtypes, host_target, normal
 from sharded_world import CASES, World, case, raises  # noqa: F401
 from test_checks import differences
 from test_fused_linear_cross_entropy import CHUNKS, ONE_CHUNK, ROWS, head
@@ -39,7 +39,7 @@ def weights(vocab, dtype=torch.float32):
 @case
 def every_dtype_and_reduction(world):
     """All logits at once, and chunks; an odd vocabulary with shards of at most 64 classes."""
-    for dtype in dtypes_of(torch.device("cpu")):
+    for dtype in device_dtypes(torch.device("cpu")):
         for reduction in ("mean", "sum", "none"):
             for memory in (ONE_CHUNK, CHUNKS):
                 world.judge({**head(vocab=51, dtype=dtype, bias=True), "reduction": reduction, "memory": memory})
@@ -90,7 +90,7 @@ def autocast(world):
 
 
 @case
-def targets_of_one_shard(world):
+def targets_in_one_shard(world):
     for shard in range(world.size):
         made = head(vocab=51)
         first = sum(world.sizes(51)[:shard])
@@ -169,7 +169,7 @@ def without_gradients(world):
 
 
 @case
-def first_of_equal_logits(world):
+def first_equal_logit(world):
     """The predicted token is the first of equal logits over all shards; NaN counts as the largest."""
     for first, value in itertools.product((2, 30, 50), (2.0, float("inf"), float("nan"))):
         weight = torch.ones(51, 4)
@@ -304,7 +304,7 @@ def collectives(world):
 
 
 @case
-def levels_of_memory(world):
+def memory_levels(world):
     """Three matmuls of the shard if the logits are stored, and four if the backward recomputes them."""
     made = head(vocab=51)
     classes, (rows, hidden) = world.sizes(51)[world.rank], made["x"].shape
@@ -316,7 +316,7 @@ def levels_of_memory(world):
 
 
 @case
-def ops_of_a_shard(world):
+def shard_ops(world):
     """opcheck of each op; and the op and its fake implementation reject the same arguments."""
     for options in ({}, {**OPTIONS, "ce_weight": weights(51), "memory": CHUNKS, "reduction": "none"}):
         made = head(rows=130 if options else 5, hidden=4, vocab=51, bias=True)
@@ -360,7 +360,7 @@ def dtensors(world):
 
 
 @case
-def dtensors_of_other_placements(world):
+def dtensors_with_other_placements(world):
     mesh = DeviceMesh.from_group(world.group, "cpu")
     made = {name: t.detach() for name, t in head(vocab=51).items()}
     op = F.fused_linear_cross_entropy

@@ -35,9 +35,9 @@ class World(processes.World):
     def run(self, x, weight, target, bias=None, sizes=None, op=F.fused_linear_cross_entropy, **options):
         """Calls an op with this process's shard of the full arguments, which receive full gradients."""
         sizes = self.sizes(weight.shape[0]) if sizes is None else sizes
-        bias = None if bias is None else Part.apply(bias, self, sizes)
-        weight = Part.apply(weight, self, sizes)
-        made = op(Same.apply(x, self), weight, target, bias, process_group=self.group, **options)
+        bias = None if bias is None else ShardRows.apply(bias, self, sizes)
+        weight = ShardRows.apply(weight, self, sizes)
+        made = op(SameGradient.apply(x, self), weight, target, bias, process_group=self.group, **options)
         for t in (made,) if isinstance(made, torch.Tensor) else made:
             if t is not None:
                 self.same(t)
@@ -47,7 +47,7 @@ class World(processes.World):
         return judge("fused_linear_cross_entropy", inputs, run=partial(self.run, sizes=sizes))
 
 
-class Part(torch.autograd.Function):
+class ShardRows(torch.autograd.Function):
     """The rows of this process's shard; the backward concatenates the gradients of all shards."""
 
     @staticmethod
@@ -60,7 +60,7 @@ class Part(torch.autograd.Function):
         return torch.cat(ctx.world.gathered(gradient)), None, None
 
 
-class Same(torch.autograd.Function):
+class SameGradient(torch.autograd.Function):
     """The identity; the backward asserts that all processes have the same gradient."""
 
     @staticmethod

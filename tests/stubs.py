@@ -48,9 +48,9 @@ def annotated(signature: inspect.Signature, annotations: dict[str, str]) -> insp
     return signature.replace(parameters=parameters)
 
 
-def of_function(name: str, function: Callable) -> str:
+def function_stub(name: str, function: Callable) -> str:
     signature = inspect.signature(function)
-    found = list(overloads(signature, text_of(signature.return_annotation)))
+    found = list(overloads(signature, annotation_text(signature.return_annotation)))
     return "".join("@overload\n" * (len(found) > 1) + definition(name, *one) for one in found)
 
 
@@ -60,7 +60,7 @@ def definition(name: str, signature: inspect.Signature, result: str) -> str:
     for p in signature.parameters.values():
         if p.kind is p.KEYWORD_ONLY and not by_name:
             parts, by_name = [*parts, "*"], True
-        annotation = "" if p.annotation is p.empty else f": {text_of(p.annotation)}"
+        annotation = "" if p.annotation is p.empty else f": {annotation_text(p.annotation)}"
         default = "" if p.default is p.empty else " = ..." if p.default is ... else f" = {p.default!r}"
         parts.append(p.name + annotation + default)
     line = f"def {name}({', '.join(parts)}) -> {result}: ...\n"
@@ -71,18 +71,18 @@ def definition(name: str, signature: inspect.Signature, result: str) -> str:
     return f"def {name}(\n{lines},\n) -> {result}: ...\n"
 
 
-def text_of(annotation: object) -> str:
+def annotation_text(annotation: object) -> str:
     """Returns an annotation as the source writes it: names without their modules."""
     if isinstance(annotation, str):
         return annotation
     return " | ".join(part.rpartition(".")[2] for part in inspect.formatannotation(annotation).split(" | "))
 
 
-def of_module(cls: type[nn.Module]) -> str:
+def module_stub(cls: type[nn.Module]) -> str:
     """Returns the stub of a module: a subclass of the class in `ops` and of its public base classes."""
     name, forward = cls.__name__, inspect.signature(cls.forward)
     bases = [f"_{name}", *(base.__name__ for base in cls.__bases__ if base.__name__ in modules.__all__)]
-    methods, result = [], text_of(forward.return_annotation)
+    methods, result = [], annotation_text(forward.return_annotation)
     if result == LOSS:
         bases, result = [*bases, "Generic[_Result]"], "_Result"
         for signature, made in overloads(inspect.signature(cls.__init__), LOSS):
@@ -106,11 +106,11 @@ def origins() -> dict[str, str]:
     return {name: file for file in files for name in getattr(importlib.import_module(file), "__all__", ())}
 
 
-def of_functions(space: ModuleType) -> str:
+def functions_stub(space: ModuleType) -> str:
     """Returns the stub of `functional` or `compat`."""
     files, imports, made = origins(), [], []
     for name in space.__all__:
-        text = of_function(name, getattr(space, name)) if inspect.isfunction(getattr(space, name)) else ""
+        text = function_stub(name, getattr(space, name)) if inspect.isfunction(getattr(space, name)) else ""
         if text.startswith("@overload"):
             made.append(text)
         else:
@@ -118,32 +118,32 @@ def of_functions(space: ModuleType) -> str:
     if space is compat:
         imports.append("from liger_ext.functional import CountedRows, CrossEntropyOutput\n")
         imports.append("from liger_ext.models.patching.swap import PatchHandle as _PatchHandle\n")
-        made.append(of_function("install", compat.install))
+        made.append(function_stub("install", compat.install))
     return "\n".join([HEAD + TYPES, "".join(sorted(imports)), listed(space), *made])
 
 
-def of_modules() -> str:
+def modules_stub() -> str:
     files = origins()
     types = "from typing_extensions import TypeVar\n\nfrom liger_ext.functional import CrossEntropyOutput\n"
     imports = [f"from {files[name]} import {name} as _{name}\n" for name in modules.__all__]
     classes = sorted((getattr(modules, name) for name in modules.__all__), key=lambda cls: len(cls.__mro__))
     variable = f'_Result = TypeVar("_Result", bound={LOSS}, default=Tensor)\n'
     head = HEAD + TYPES + types + "".join(imports)
-    return "\n".join([head, listed(modules), variable, *map(of_module, classes)])
+    return "\n".join([head, listed(modules), variable, *map(module_stub, classes)])
 
 
-def of_models() -> str:
+def models_stub() -> str:
     """Returns the stub of `models`, where each family's function has its own arguments."""
     imports, made = [], []
     for name, file in models._MODULES.items():
         if file == "families":
-            made.append(of_function(name, getattr(models, name)))
+            made.append(function_stub(name, getattr(models, name)))
         else:
             imports.append(f"from liger_ext.models.{file} import {name} as {name}\n")
     return "".join([HEAD, "from torch.nn import Module\n\n", *sorted(imports), "\n", listed(models), "\n", *made])
 
 
-def of_package() -> str:
+def package_stub() -> str:
     spaces = [f"from liger_ext import {space} as {space}\n" for space in ("compat", "functional", "losses", "modules")]
     names = [f"from liger_ext.{space} import *\n" for space in ("compat", "functional", "modules")]
     patching = [f"from liger_ext.models import {name} as {name}\n" for name in liger_ext._PATCHING]
@@ -153,11 +153,11 @@ def of_package() -> str:
 def stubs() -> dict[Path, str]:
     """Returns the text of each file by path."""
     return {
-        PACKAGE / "__init__.pyi": of_package(),
-        PACKAGE / "compat.pyi": of_functions(compat),
-        PACKAGE / "functional.pyi": of_functions(functional),
-        PACKAGE / "models/__init__.pyi": of_models(),
-        PACKAGE / "modules.pyi": of_modules(),
+        PACKAGE / "__init__.pyi": package_stub(),
+        PACKAGE / "compat.pyi": functions_stub(compat),
+        PACKAGE / "functional.pyi": functions_stub(functional),
+        PACKAGE / "models/__init__.pyi": models_stub(),
+        PACKAGE / "modules.pyi": modules_stub(),
     }
 
 

@@ -10,11 +10,11 @@ from llama_models import (  # noqa: F401
     LEVELS,
     VOCAB,
     assert_as_good,
-    batch_of,
     build,
     checkpoint_layers,
     distance,
     exact,
+    make_batch,
     one_thread,
     ops,
     patched,
@@ -127,7 +127,7 @@ TUNERS = {
 def test_tuners(device, kind, options, order):
     models = both(order, lambda m: adapt(m, kind, options), device=device)
     holds_forward = (kind, order) == ("AdaptionPrompt", "adapt, patch")  # PEFT stores the unpatched forward
-    assert_trains_as_stock(*models, batch_of(device), fused=not holds_forward)
+    assert_trains_as_stock(*models, make_batch(device), fused=not holds_forward)
 
 
 IN_BF16 = ["LoRA", "DoRA", "LoRA, norms", "IA3", "prompt", "prefix", "norms"]
@@ -141,7 +141,7 @@ def test_tuners_in_bf16(device, name, order):
         models = both(order, lambda m: adapt(m, *TUNERS[name]), torch.bfloat16, device)
         if whole:
             models = [m.bfloat16() for m in models]
-        assert_trains_as_stock(*models, batch_of(device))
+        assert_trains_as_stock(*models, make_batch(device))
 
 
 @orders
@@ -151,7 +151,7 @@ def test_lora_under_autocast(device, memory, order):
     options = dict(r=4, target_modules=ALL, use_rslora=True, lora_alpha=3)
     models = both(order, lambda m: adapt(m, "Lora", options), torch.bfloat16, device, memory=memory)
     with torch.autocast(device.type, torch.bfloat16):
-        assert_trains_as_stock(*models, batch_of(device))
+        assert_trains_as_stock(*models, make_batch(device))
 
 
 class Halved(nn.Identity):
@@ -193,7 +193,7 @@ def test_a_layer_that_users_have_changed(change):
             for module in each.modules():
                 if "learned_scale" in dict(module.named_parameters(recurse=False)):
                     module.scaling["default"] = module.learned_scale
-        found, expected = step(model, batch_of("cpu")), step(stock, batch_of("cpu"))
+        found, expected = step(model, make_batch("cpu")), step(stock, make_batch("cpu"))
         assert len(found) == len(expected) - 1  # only the logits are absent
         assert_close(found, expected)
 
@@ -210,7 +210,7 @@ def test_a_forward_that_users_have_wrapped(monkeypatch):
         models = both(order, lambda m: adapt(m, "Lora", dict(r=4, target_modules=ALL)))
         with monkeypatch.context() as patch:
             patch.setattr(cls, "forward", forward)
-            found, expected = (step(m, batch_of("cpu")) for m in reversed(models))
+            found, expected = (step(m, make_batch("cpu")) for m in reversed(models))
         assert_close(found, expected)
 
 
@@ -219,7 +219,7 @@ def test_how_large_a_loss_may_be_scaled_in_fp16(device):
     scales up to nearly the same size leave the gradients finite."""
     options = dict(r=64, lora_alpha=1, target_modules=["down_proj"])
     models = both("adapt, patch", lambda m: adapt(m, "Lora", options), torch.float16, device)
-    batch, largest = batch_of(device, 8, 64), []
+    batch, largest = make_batch(device, 8, 64), []
     batch["labels"] = torch.full_like(batch["labels"], 7)
     for model in models:
         model.half()
@@ -239,7 +239,7 @@ def test_how_large_a_loss_may_be_scaled_in_fp16(device):
 @pytest.mark.parametrize("targets", [ALL, ["k_proj", "up_proj"]], ids=["all", "some"])
 def test_levels_of_memory(device, memory, targets, order):
     models = both(order, lambda m: adapt(m, "Lora", dict(r=4, target_modules=targets)), device=device, memory=memory)
-    assert_trains_as_stock(*models, batch_of(device))
+    assert_trains_as_stock(*models, make_batch(device))
 
 
 @orders
@@ -249,10 +249,10 @@ def test_gradient_checkpointing(device, use_reentrant, memory, order):
     models = both(order, lambda m: adapt(m, "Lora", dict(r=4, target_modules=SOME)), device=device, memory=memory)
     for model in models:
         checkpoint_layers(model, use_reentrant)
-    assert_trains_as_stock(*models, batch_of(device))
+    assert_trains_as_stock(*models, make_batch(device))
 
 
-TWO = {
+ADAPTER_PAIRS = {
     "layers": (dict(target_modules=SOME), dict(target_modules=["k_proj", "up_proj"])),
     "heads": (dict(target_modules=["lm_head", "q_proj"]), dict(target_modules=["lm_head"])),
     "saved heads": (dict(target_modules=["v_proj"], modules_to_save=["lm_head"]),) * 2,
@@ -260,7 +260,7 @@ TWO = {
 }
 
 
-def with_two(first, second):
+def with_adapter_pair(first, second):
     def change(model):
         model = adapt(model, "Lora", dict(r=4, **first))
         model.add_adapter("other", peft.LoraConfig(r=2, task_type="CAUSAL_LM", **second))
@@ -271,10 +271,10 @@ def with_two(first, second):
 
 
 @orders
-@pytest.mark.parametrize("first, second", TWO.values(), ids=TWO)
+@pytest.mark.parametrize("first, second", ADAPTER_PAIRS.values(), ids=ADAPTER_PAIRS)
 def test_two_adapters(device, first, second, order):
-    models = both(order, with_two(first, second), device=device)
-    batch = batch_of(device)
+    models = both(order, with_adapter_pair(first, second), device=device)
+    batch = make_batch(device)
     assert_trains_as_stock(*models, batch)
     losses = [step(models[1], batch)["loss"]]
     for model in models:
@@ -294,9 +294,9 @@ def test_two_adapters(device, first, second, order):
 @orders
 @pytest.mark.parametrize("targets", [SOME, ["lm_head", "q_proj"]], ids=["layers", "head"])
 def test_an_adapter_for_each_row(device, targets, order):
-    change = with_two(dict(target_modules=targets), dict(target_modules=targets))
+    change = with_adapter_pair(dict(target_modules=targets), dict(target_modules=targets))
     models = [model.eval() for model in both(order, change, device=device)]
-    batch = batch_of(device)
+    batch = make_batch(device)
     names = ["default", "other", "__base__"]
     with torch.no_grad():
         expected, found = (model(**batch, adapter_names=names) for model in models)
@@ -313,15 +313,15 @@ def test_adapters_of_transformers_itself(device, order):
         return stirred(model)
 
     models = both(order, change, device=device)
-    assert_trains_as_stock(*models, batch_of(device))
-    with_adapter = models[1](**batch_of(device)).loss
+    assert_trains_as_stock(*models, make_batch(device))
+    with_adapter = models[1](**make_batch(device)).loss
     for model in models:
         model.disable_adapters()
-    torch.testing.assert_close(models[1](**batch_of(device)).loss, models[0](**batch_of(device)).loss)
-    assert models[1](**batch_of(device)).loss != with_adapter
+    torch.testing.assert_close(models[1](**make_batch(device)).loss, models[0](**make_batch(device)).loss)
+    assert models[1](**make_batch(device)).loss != with_adapter
     for model in models:
         model.enable_adapters()
-    assert_trains_as_stock(*models, batch_of(device))
+    assert_trains_as_stock(*models, make_batch(device))
 
 
 @orders
@@ -330,6 +330,6 @@ def test_a_prompt_that_reads_logits(device, order):
     options = dict(cpt_token_ids=[1, 2, 3], cpt_tokens_type_mask=[1, 1, 1])
     stock, model = both(order, lambda m: adapt(m, "CPT", options), device=device)
     with pytest.raises(AttributeError, match="skip_logits=False"):
-        model(**batch_of(device))
-    found = model(**batch_of(device), skip_logits=False).logits
-    torch.testing.assert_close(found, stock(**batch_of(device)).logits, rtol=1e-4, atol=1e-5)
+        model(**make_batch(device))
+    found = model(**make_batch(device), skip_logits=False).logits
+    torch.testing.assert_close(found, stock(**make_batch(device)).logits, rtol=1e-4, atol=1e-5)

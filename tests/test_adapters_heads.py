@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from llama_models import VOCAB, batch_of, build, one_thread, ops, step  # noqa: F401
+from llama_models import VOCAB, build, make_batch, one_thread, ops, step  # noqa: F401
 from test_adapters import TUNERS, adapt, assert_close, assert_trains_as_stock, both, orders
 from torch import nn
 
@@ -38,7 +38,7 @@ HEADS = {
 def test_heads_and_embeddings(device, options, tied, memory, order):
     sizes = dict(tie_word_embeddings=tied)
     models = both(order, lambda m: adapt(m, "Lora", dict(r=4, **options)), device=device, sizes=sizes)
-    assert_trains_as_stock(*models, batch_of(device, 6, 50), memory=memory)
+    assert_trains_as_stock(*models, make_batch(device, 6, 50), memory=memory)
 
 
 INVOCATION = 999
@@ -58,7 +58,7 @@ OTHER_HEADS = {
 def test_other_tuners_of_heads(device, kind, options, memory):
     sizes = dict(tie_word_embeddings=False)
     stock, model = both("patch, adapt", lambda m: adapt(m, kind, options), device=device, sizes=sizes)
-    batch = batch_of(device, 6, 50)
+    batch = make_batch(device, 6, 50)
     batch["input_ids"][2:, 7] = INVOCATION
     expected, found = step(stock, batch), step(model, dict(batch, memory=memory))
     assert expected.keys() - found.keys() == {"logits"}
@@ -84,7 +84,7 @@ def test_a_head_with_a_weight_of_others(device):
         return model
 
     models = both("adapt, patch", change, device=device)
-    assert_trains_as_stock(*models, batch_of(device, 6, 50), memory=SMALLEST)
+    assert_trains_as_stock(*models, make_batch(device, 6, 50), memory=SMALLEST)
 
 
 UNTIED = {name: options for name, options in HEADS.items() if "ensure_weight_tying" not in options}
@@ -97,7 +97,7 @@ UNTIED = {name: options for name, options in HEADS.items() if "ensure_weight_tyi
 def test_merged(device, options, order):
     sizes = dict(tie_word_embeddings=False)
     models = both(order, lambda m: adapt(m, "Lora", dict(dict(r=4), **options)), device=device, sizes=sizes)
-    batch = batch_of(device)
+    batch = make_batch(device)
     assert_trains_as_stock(*models, batch)
     separate = models[1](**batch).loss
     for model in models:
@@ -125,7 +125,7 @@ def test_saved_and_loaded(tmp_path, name, order):
     model.save_pretrained(tmp_path)
     trains = name not in ("prompt", "prefix")  # PEFT does not train loaded prompts
     loaded = both(order, lambda m: peft.PeftModel.from_pretrained(m, tmp_path, is_trainable=trains), sizes=sizes)
-    batch = batch_of("cpu")
+    batch = make_batch("cpu")
     with torch.no_grad():
         expected = model(**batch).loss
         for other in loaded:

@@ -59,7 +59,7 @@ pytestmark = [
 @pytest.fixture(scope="module", params=objects.BUILT)
 def kernels(request):
     """Returns all kernels of an architecture."""
-    found = [kernel for image in objects.images(request.param) for kernel in objects.kernels_of_image(image)]
+    found = [kernel for image in objects.images(request.param) for kernel in objects.image_kernels(image)]
     assert len(found) > 100 and all(len(kernel.instructions) > 10 for kernel in found)
     for kernel in found:
         kernel.arch = request.param
@@ -68,13 +68,13 @@ def kernels(request):
 
 def test_every_architecture_has_every_kernel():
     symbols = {
-        arch: {k for image in objects.images(arch) for k in objects.metadata_of(image)} for arch in objects.BUILT
+        arch: {k for image in objects.images(arch) for k in objects.kernel_metadata(image)} for arch in objects.BUILT
     }
     assert all(found == symbols[objects.BUILT[0]] for found in symbols.values())
 
 
 def test_every_kernel_of_the_table_is_there(kernels):
-    assert {instances.key_of(kernel.name) for kernel in kernels} == instances.table(ahead=False).keys()
+    assert {instances.instance_key(kernel.name) for kernel in kernels} == instances.table(ahead=False).keys()
 
 
 # Checks of one kernel: each returns a list of problems.
@@ -181,7 +181,7 @@ def test_each_check_finds_what_it_is_for(kernels):
 def test_variables_that_the_host_asks_for():
     """Code objects contain the variables that the host looks up, although no kernel uses them."""
     for arch in objects.BUILT:
-        variables = [item for image in objects.images(arch) for item in objects.variables_of(image).items()]
+        variables = [item for image in objects.images(arch) for item in objects.host_variables(image).items()]
         betas = [value for name, value in variables if "device_beta" in name]
         assert betas == [struct.pack("<2f", 0, 1)]
 
@@ -201,6 +201,6 @@ def test_the_reader_sees_what_the_checks_look_for(tmp_path):
     source.write_text(BAD_KERNEL)
     target = ["--target=amdgcn-amd-amdhsa", "-mcpu=gfx942", "-nogpulib", "-O2"]
     subprocess.run([objects.tool("clang++"), *target, source, "-o", image], check=True)
-    (bad,) = objects.kernels_of_image(image.read_bytes())
+    (bad,) = objects.image_kernels(image.read_bytes())
     assert bad.metadata[".private_segment_fixed_size"] >= 64
     assert bad.count("flat_load") + bad.count("flat_store") > 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import normal, random_targets
 
-from liger_ext.testing import OPS, _leaves, outputs_of
+from liger_ext.testing import OPS, _leaves, named_outputs
 
 FACTOR = 1.5
 ENOUGH, DRAWS = 1500, 3  # errors per result that suffice; draws at most
@@ -51,7 +51,7 @@ def _cases():
 def results(function, inputs, dtype=None):
     """Returns outputs and gradients by name, without scalars such as a loss: one error proves little."""
     leaves = _leaves(inputs, dtype)
-    outputs = dict(outputs_of(function(**leaves), "loss" if "target" in inputs else "out"))
+    outputs = dict(named_outputs(function(**leaves), "loss" if "target" in inputs else "out"))
     wanted = {k: v for k, v in leaves.items() if isinstance(v, torch.Tensor) and v.requires_grad}
     grads = [
         normal(*t.shape, seed=7 + i).to(t) if t.dim() else torch.ones_like(t) for i, t in enumerate(outputs.values())

@@ -3,26 +3,26 @@ autocast dtype and returns fp32 gradients for fp32 weights."""
 
 import pytest
 import torch
-from cases import RecordCalls, gradients, losses_of, normal, random_targets
-from ops import ONE_OF_EACH
+from cases import RecordCalls, differentiable_outputs, gradients, normal, random_targets
+from ops import DEFAULT_EXAMPLES
 
 from liger_ext import functional as F
 from liger_ext.ops._checks import REDUCTIONS
 from liger_ext.ops._fused_linear_op import LossArguments
 from liger_ext.ops._loss_plan import SMALLEST
-from liger_ext.testing import judge, outputs_of
+from liger_ext.testing import judge, named_outputs
 
 FLCE = "fused_linear_cross_entropy"
-ROW_OPS = [e for e in ONE_OF_EACH if e.op != FLCE]
+ROW_OPS = [e for e in DEFAULT_EXAMPLES if e.op != FLCE]
 
 
 @pytest.mark.parametrize("example", ROW_OPS, ids=[e.op for e in ROW_OPS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_row_ops_are_as_without(device, example, dtype):
     arguments = example.arguments(device, dtype)
-    expected = [*outputs_of(example(arguments)).values(), *gradients(example, arguments)]
+    expected = [*named_outputs(example(arguments)).values(), *gradients(example, arguments)]
     with torch.autocast(device.type, torch.bfloat16):
-        found = [*outputs_of(example(arguments)).values(), *gradients(example, arguments)]
+        found = [*named_outputs(example(arguments)).values(), *gradients(example, arguments)]
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b)
 
@@ -85,4 +85,4 @@ def test_losses_without_autocast_arguments(device):
     with torch.autocast(device.type, torch.bfloat16):
         public, own = F.fused_linear_cross_entropy(x, weight, target), call()
     assert torch.equal(public, own) and not torch.equal(own, call())
-    assert not losses_of(own)
+    assert not differentiable_outputs(own)

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from cases import RecordCalls, normal
-from ops import BAD, BY_NAME, ONE_OF_EACH
+from ops import BAD, BY_NAME, DEFAULT_EXAMPLES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from liger_ext import functional as F
@@ -21,7 +21,7 @@ def moved(arguments, move):
     return {k: move(v) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
 
 
-def error_of(op, arguments):
+def raised_error(op, arguments):
     with pytest.raises((ValueError, TypeError, IndexError)) as error:
         getattr(F, op)(**arguments)
     return error.type, str(error.value)
@@ -29,7 +29,7 @@ def error_of(op, arguments):
 
 @each_case
 def test_the_error_names_argument_and_value(device, op, arguments, parts):
-    kind, text = error_of(op, moved(arguments, lambda t: t.to(device)))
+    kind, text = raised_error(op, moved(arguments, lambda t: t.to(device)))
     wrong_type = parts[0] is TypeError
     assert kind is (TypeError if wrong_type else ValueError)
     for part in (f"{op}:", *parts[wrong_type:]):
@@ -42,19 +42,19 @@ def test_fake_tensors_say_the_same(device, op, arguments, parts):
     real = moved(arguments, lambda t: t.to(device))
     with FakeTensorMode() as mode:
         fake = moved(real, mode.from_tensor)
-        found = error_of(op, fake)
-    assert found == error_of(op, real)
+        found = raised_error(op, fake)
+    assert found == raised_error(op, real)
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("example", ONE_OF_EACH, ids=lambda example: example.op)
+@pytest.mark.parametrize("example", DEFAULT_EXAMPLES, ids=lambda example: example.op)
 def test_tensors_on_two_devices(example):
     """The second tensor is on another device."""
     made = example.arguments("cuda", torch.float32)
     argument = [name for name, value in made.items() if isinstance(value, torch.Tensor)][1:2]
     if not argument:
         pytest.skip("takes one tensor")
-    kind, text = error_of(example.op, made | {name: made[name].cpu() for name in argument})
+    kind, text = raised_error(example.op, made | {name: made[name].cpu() for name in argument})
     assert kind is ValueError and argument[0] in text and "device" in text
 
 
@@ -71,11 +71,11 @@ def test_wrong_python_types():
         F.rms_norm([1.0, 2.0])
 
 
-@pytest.mark.parametrize("example", ONE_OF_EACH, ids=lambda example: example.op)
+@pytest.mark.parametrize("example", DEFAULT_EXAMPLES, ids=lambda example: example.op)
 def test_none_in_place_of_every_tensor(device, example):
     made = example.arguments(device, torch.float32)
     first = next(name for name, value in made.items() if isinstance(value, torch.Tensor))
-    kind, text = error_of(example.op, {k: None if isinstance(v, torch.Tensor) else v for k, v in made.items()})
+    kind, text = raised_error(example.op, {k: None if isinstance(v, torch.Tensor) else v for k, v in made.items()})
     assert kind in (ValueError, TypeError) and text.startswith(f"{example.op}: {first} ") and "None" in text
 
 
@@ -100,7 +100,7 @@ def test_class_weights_have_no_gradient(device):
         ).backward()
 
 
-def options_of(example, arguments):
+def schema_options(example, arguments):
     """Returns (op, name) of the non-tensor arguments that both the op's schema and the public function have."""
     with RecordCalls() as record:
         example(arguments)
@@ -110,14 +110,14 @@ def options_of(example, arguments):
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("learned", ["option", "all"])
-@pytest.mark.parametrize("example", ONE_OF_EACH, ids=lambda example: example.op)
+@pytest.mark.parametrize("example", DEFAULT_EXAMPLES, ids=lambda example: example.op)
 def test_options_have_no_gradient(device, example, learned, autocast):
     """A tensor that requires a gradient is rejected as an option: the dispatcher would convert it to a number and lose
     the gradient."""
     made = example.arguments(device, torch.float32)
     if learned == "option":
         made = moved(made, torch.Tensor.detach)
-    for _, option in options_of(example, made):
+    for _, option in schema_options(example, made):
         with (
             torch.autocast(device.type, enabled=autocast),
             pytest.raises((TypeError, ValueError), match=rf"\b{option}\b"),
@@ -126,7 +126,11 @@ def test_options_have_no_gradient(device, example, learned, autocast):
 
 
 def test_the_last_test_meets_every_number_of_a_schema():
-    met = {found for example in ONE_OF_EACH for found in options_of(example, example.arguments("cpu", torch.float32))}
+    met = {
+        found
+        for example in DEFAULT_EXAMPLES
+        for found in schema_options(example, example.arguments("cpu", torch.float32))
+    }
     schemas = {getattr(torch.ops.liger_ext, op.removeprefix("liger_ext::")).default._schema for op, _ in met}
     numbers = {(schema.name, a.name) for schema in schemas for a in schema.arguments if "float" in str(a.type)}
     elsewhere = {("liger_ext::fused_linear_cross_entropy", "logit_scale")}  # test_linear_log_probs.py

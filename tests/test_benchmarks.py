@@ -14,7 +14,7 @@ from benchmarks import __main__ as cli
 from benchmarks import flce, host, log_probs, log_probs_providers, memory, plans, rows, suite, timing
 from liger_ext import _C
 from liger_ext._timing import Timing
-from liger_ext.ops._loss_devices import device_with
+from liger_ext.ops._loss_devices import profile_index
 from liger_ext.ops._loss_plan import LEVELS, choose, costs
 
 PROVIDERS = {
@@ -34,14 +34,14 @@ def small(monkeypatch):
         monkeypatch.setattr(module, "time_cpu", lambda calls, seconds=0: quick(calls, seconds=0))
     every = rows.cases
 
-    def first_of_each_op(dtype, device):
+    def default_examples(dtype, device):
         seen = set()
         for case in every(dtype, device):
             if case.op not in seen:
                 seen.add(case.op)
                 yield case
 
-    monkeypatch.setattr(rows, "cases", first_of_each_op)
+    monkeypatch.setattr(rows, "cases", default_examples)
     monkeypatch.setattr(flce, "SHAPES_CPU", [(8, 16, 64, 0), (32, 16, 64, 0.5)])
     monkeypatch.setattr(memory, "SHAPES_CPU", [(8, 16, 64)])
     monkeypatch.setattr(log_probs, "SHAPES_CPU", [log_probs.Shape("tiny", 48, 64, 4096, (16,))])
@@ -144,7 +144,7 @@ def test_small_calls_are_drawn_apart_and_a_line_joins_the_largest_call_of_each_l
 
     measured = [row("8x64", 800, 10), row("16x64", 1600, 20), row("8x128", 1600, 30), row("1x64", 100, 10)]
     drawn = []
-    monkeypatch.setattr(suite, "save", lambda made, path: drawn.append(made) or path)
+    monkeypatch.setattr(suite, "save", lambda figure, path: drawn.append(figure) or path)
     rows.draw(measured, suite.Settings("h200", "bf16"), tmp_path)
     forward, small = drawn[0].axes
     _, joined, others = forward.lines
@@ -177,11 +177,11 @@ def test_the_plan_that_is_predicted_is_the_one_that_runs(shape, monkeypatch):
     op = importlib.import_module("liger_ext.ops._fused_loss")
     asked, plan = [], op.plan
     monkeypatch.setattr(op, "plan", lambda call, memory: asked.append((call, plan(call, memory))) or asked[-1][1])
-    call = plans.call_of(shape, torch.float32, torch.device("cpu"))
+    call = plans.plan_call(shape, torch.float32, torch.device("cpu"))
     x, w, t = flce.inputs(shape.rows, shape.hidden, shape.vocab, suite.Settings("cpu", "fp32"))
-    points = plans.points_of(call)
+    points = plans.memory_points(call)
     for given, _ in points.values():
-        flce.gradients(plans.loss_of(shape, given), x, w, t)
+        flce.gradients(plans.timed_loss(shape, given), x, w, t)
     assert asked == [(call, choice.plan) for _, choice in points.values()]
 
 
@@ -189,9 +189,9 @@ def test_the_plan_that_is_predicted_is_the_one_that_runs(shape, monkeypatch):
 def test_points_of_a_shape(shape, monkeypatch):
     """The points of a shape are all levels, and numbers of bytes that select other plans."""
     assert shape.rows * shape.vocab * 2 < 17.2e9
-    monkeypatch.setattr(plans, "device_of", lambda device: device_with(_C.profile("H100")))
-    call = plans.call_of(shape, torch.bfloat16, torch.device("meta"))
-    points = plans.points_of(call)
+    monkeypatch.setattr(plans, "device_index", lambda device: profile_index(_C.profile("H100")))
+    call = plans.plan_call(shape, torch.bfloat16, torch.device("meta"))
+    points = plans.memory_points(call)
     named = [level for name in points for level in name.split(", ") if level in LEVELS]
     assert sorted(named) == sorted(LEVELS)
     assert all(choose(call, memory) == choice for memory, choice in points.values())

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig
 
 from benchmarks import __main__ as cli
-from benchmarks import children, context, context_one, footprint, kept, models, step_time, suite, train
+from benchmarks import children, context, context_one, footprint, models, saved, step_time, suite, train
 from examples.demo import training
 
 CPU = torch.device("cpu")
@@ -39,8 +39,8 @@ def counted(provider, dtype=torch.float32, **changes):
     model = models.providers("cpu")[provider](models.build(config, CPU, dtype))
     tokens = torch.randint(config["vocab_size"], (BATCH, SEQ))
     forward = lambda: model(input_ids=tokens, labels=tokens).loss  # noqa: E731
-    kinds = kept.kept_by_kind(model, forward)
-    assert sum(kinds.values()) == kept.kept_bytes(model, forward)
+    kinds = saved.saved_by_kind(model, forward)
+    assert sum(kinds.values()) == saved.saved_bytes(model, forward)
     return kinds
 
 
@@ -53,7 +53,7 @@ def test_kept_bytes_by_kind(provider, dtype, tied):
     kinds = counted(provider, dtype, tie_word_embeddings=tied)
     hidden, mlp = (BATCH * SEQ * TINY[of] * dtype.itemsize for of in ("hidden_size", "intermediate_size"))
     stock = provider == "Hugging Face"
-    assert list(kinds) == list(kept.KINDS)
+    assert list(kinds) == list(saved.KINDS)
     assert kinds["gate and up"] == 2 * layers * mlp
     # Keys and values have two heads each, queries four; older versions of transformers repeat the two heads to four.
     assert kinds["q, k, v"] in (layers * 2 * hidden, layers * 3 * hidden)
@@ -75,11 +75,11 @@ def test_kept_bytes_grow_with_the_layers_and_not_with_the_parameters():
 
 def test_memory_that_is_used_again_is_not_taken_for_what_was_there_before():
     x = torch.randn(64, 64)
-    first = kept._storage(x)
+    first = saved._storage(x)
     address = x.untyped_storage().data_ptr()
     del x
     others = [torch.randn(64, 64) for _ in range(4)]
-    assert all(kept._storage(t) != first for t in others)
+    assert all(saved._storage(t) != first for t in others)
     assert address  # which one of the others may reuse
 
 
@@ -110,7 +110,7 @@ def test_memory_that_is_used_again_is_not_taken_for_what_was_there_before():
     ],
 )
 def test_kinds_of_kernels(kernel, kind):
-    assert step_time.kind_of(kernel) == kind
+    assert step_time.kernel_kind(kernel) == kind
 
 
 def test_idle_time_is_the_sum_of_the_gaps():
@@ -132,7 +132,7 @@ def test_time_of_a_trace():
         event("nvjet_tst", 4000, 5000),
         event("liger::gpu::entry<Glu>", 5000, 5500),
     ]
-    assert step_time.of_kernels(events) == {"matmul": 3.0, "fused": 0.5, "idle": 1.0}
+    assert step_time.kernel_times(events) == {"matmul": 3.0, "fused": 0.5, "idle": 1.0}
 
 
 def test_time_by_kind_of_a_step():
@@ -145,9 +145,9 @@ def test_time_by_kind_of_a_step():
 
 
 def test_footprint():
-    of = footprint.Footprint(parameters=10, gradients=10, states=20, kept=30, workspace=5, tied=4)
+    of = footprint.Footprint(parameters=10, gradients=10, states=20, saved=30, workspace=5, tied=4)
     assert of.peak == 10 + 20 + 30 + 5
-    of.kept = 1
+    of.saved = 1
     assert of.peak == 10 + 20 + 10 + 4
     of.workspace = None
     assert of.peak is None
@@ -204,13 +204,13 @@ def test_training_steps(small, tmp_path, monkeypatch, capfd):
         parts = record["parts_mib"]
         assert parts["parameters"] == parts["gradients"] == pytest.approx(weights)
         assert parts["states"] == pytest.approx(2 * weights, rel=1e-3)  # plus the step counters
-        assert parts["kept"] == pytest.approx(sum(record["kept_mib"].values()))
+        assert parts["saved"] == pytest.approx(sum(record["saved_mib"].values()))
         assert record["explained_mib"] >= parts["parameters"] + parts["states"] + parts["gradients"]
         assert record["time_ms"]["matmul"] > 0
     assert ours["losses"] != stock["losses"] and stock["curve"] is None
     largest = max(abs(a - b) for a, b in zip(stock["losses"], ours["losses"], strict=True))
     assert ours["curve"]["difference"] == largest < 1e-4
-    assert ours["parts_mib"]["kept"] < stock["parts_mib"]["kept"]
+    assert ours["parts_mib"]["saved"] < stock["parts_mib"]["saved"]
     assert stock["time_ms"]["fused"] == 0 < ours["time_ms"]["fused"]
     assert "passes" in table and "FAILS" not in table and table.count("| tiny a | liger_ext |") == 2
     pictures = {"train_cpu_fp32.png", "train_kept_cpu_fp32.png", "train_curves_cpu_fp32.png"}
@@ -219,12 +219,12 @@ def test_training_steps(small, tmp_path, monkeypatch, capfd):
 
 
 @pytest.fixture
-def answered(monkeypatch):
+def fake_answers(monkeypatch):
     """Replaces child processes: each request receives the next answer, an error text or a result with these losses."""
 
     def use(*answers):
-        result = dict(step=dict(median=1.0, low=1.0, high=1.0), peak=1, time={}, kept=None)
-        result["footprint"] = dict(parameters=1, gradients=1, states=2, kept=1, workspace=None, tied=0)
+        result = dict(step=dict(median=1.0, low=1.0, high=1.0), peak=1, time={}, saved=None)
+        result["footprint"] = dict(parameters=1, gradients=1, states=2, saved=1, workspace=None, tied=0)
 
         def ask_each(requests, ahead):
             for _, answer in zip(requests, itertools.cycle(answers), strict=False):
@@ -235,21 +235,21 @@ def answered(monkeypatch):
     return use
 
 
-def test_a_curve_that_differs_ends_with_status_1(small, tmp_path, answered, capsys):
-    answered([5.0, 4.0], [5.0, 4.1], [5.0, float("nan")])
+def test_a_curve_that_differs_ends_with_status_1(small, tmp_path, fake_answers, capsys):
+    fake_answers([5.0, 4.0], [5.0, 4.1], [5.0, float("nan")])
     with pytest.raises(SystemExit) as ended:
         run(tmp_path, "--curves", "--models", "tiny a", "--providers", "liger_ext", "torch.compile")
     assert ended.value.code == 1
     assert (tmp_path / "train_cpu_fp32.md").read_text().count("FAILS: ") == 2
 
 
-def test_a_provider_that_fails_does_not_end_the_run(small, tmp_path, answered):
-    answered("OutOfMemoryError: too large", [5.0, 4.0])
+def test_a_provider_that_fails_does_not_end_the_run(small, tmp_path, fake_answers):
+    fake_answers("OutOfMemoryError: too large", [5.0, 4.0])
     records, table = run(tmp_path, "--providers", "Hugging Face", "liger_ext")
     assert [r["error"] for r in records] == ["OutOfMemoryError: too large", ""] * 2
     assert all(r["curve"] is None for r in records)
     assert table.count("fails: OutOfMemoryError: too large") == 2
-    answered("all fail")
+    fake_answers("all fail")
     assert len(run(tmp_path, "--curves")[0]) == 2 * len(models.providers("cpu"))  # without results to draw or compare
 
 
@@ -299,7 +299,7 @@ def test_a_compiled_provider(small, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "MODELS_CPU", {"tiny a": (TINY | {"num_hidden_layers": 1}, BATCH, SEQ)})
     (record,), _ = run(tmp_path, "--models", "tiny a", "--providers", "liger_ext + torch.compile")
     assert record["provider"] == "liger_ext + torch.compile"
-    assert record["error"] == "" and record["kept_mib"] is None and record["parts_mib"]["kept"] > 0
+    assert record["error"] == "" and record["saved_mib"] is None and record["parts_mib"]["saved"] > 0
 
 
 def test_memory_levels_run_only_where_they_are_asked_for(monkeypatch):

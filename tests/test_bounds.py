@@ -7,7 +7,7 @@ from cases import normal, random_targets
 from test_rule import BF16, WRONG, WRONG_LOSSES, loss_inputs, right_loss, rms_inputs, rms_norm, upcast
 
 from liger_ext import bounds
-from liger_ext.testing import OPS, bound, compare, examples, expected, outputs_of
+from liger_ext.testing import OPS, bound, compare, examples, expected, named_outputs
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -70,7 +70,7 @@ def test_one_wrong_element_is_outside(name):
     arguments = next(arguments for op, arguments in examples("cpu", (torch.float32,)) if op == name)
 
     def wrong(**kwargs):
-        outputs = outputs_of(OPS[name].baseline(**upcast(kwargs)))
+        outputs = named_outputs(OPS[name].baseline(**upcast(kwargs)))
         first = next(iter(outputs))
         largest = outputs[first].detach().abs().argmax()
         factor = torch.ones(outputs[first].numel()).index_fill(0, largest, 1.0001).view_as(outputs[first])
@@ -102,7 +102,7 @@ def test_a_result_without_a_bound_is_an_error(op, what):
 def test_expected_judges_results_of_any_platform(op):
     """`expected` judges results of any platform, such as an emulator, from the inputs and upstream gradients alone."""
     arguments = next(arguments for name, arguments in examples("cpu", (BF16,)) if name == op)
-    outputs = outputs_of(OPS[op].run(**arguments), OPS[op].outputs[0])
+    outputs = named_outputs(OPS[op].run(**arguments), OPS[op].outputs[0])
     grads = {name: normal(*out.shape, dtype=out.dtype, seed=i) for i, (name, out) in enumerate(outputs.items())}
     should = expected(op, arguments, grads, {name: out.dtype for name, out in outputs.items()})
     leaves = {name: v for name, v in arguments.items() if isinstance(v, torch.Tensor) and v.requires_grad}

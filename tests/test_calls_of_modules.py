@@ -52,11 +52,11 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
     delattr(owner, name) if before is missing else setattr(owner, name, before)
 
 
-def of_instance(name: str, like: str | None = None) -> Callable:
+def on_instance(name: str, like: str | None = None) -> Callable:
     return lambda module: replaced(module, name, halving(getattr(module, like or name)))
 
 
-def of_class(name: str) -> Callable:
+def on_class(name: str) -> Callable:
     return lambda module: replaced(type(module), name, halving(getattr(type(module), name)))
 
 
@@ -97,13 +97,13 @@ def gradient_hook(module, gradients, *_):
     return halved(gradients)
 
 
-WAYS: dict[str, Callable] = {
-    "its own forward": of_instance("forward"),
-    "its own _call_impl": of_instance("_call_impl"),
-    "compiled": of_instance("_compiled_call_impl", "_call_impl"),
-    "forward of the class": of_class("forward"),
-    "_call_impl of the class": of_class("_call_impl"),
-    "__call__ of the class": of_class("__call__"),
+CHANGES: dict[str, Callable] = {
+    "its own forward": on_instance("forward"),
+    "its own _call_impl": on_instance("_call_impl"),
+    "compiled": on_instance("_compiled_call_impl", "_call_impl"),
+    "forward of the class": on_class("forward"),
+    "_call_impl of the class": on_class("_call_impl"),
+    "__call__ of the class": on_class("__call__"),
     "a decorator of torch on the class": lambda m: replaced(type(m), "forward", torch.no_grad()(type(m).forward)),
     "_call_impl of a subclass": functools.partial(in_a_subclass, "_call_impl"),
     "__call__ of a subclass": functools.partial(in_a_subclass, "__call__"),
@@ -175,7 +175,7 @@ def patched(name: str, memory: str) -> nn.Module:
     return family_models.patched(build(name), memory=memory)
 
 
-def modules_of(name: str) -> list[str]:
+def changed_modules(name: str) -> list[str]:
     layer = next(n for n, _ in build(name).named_modules() if n.endswith("layers.0"))
     others = [n for n, _ in build(name).named_modules() if n.endswith(OTHERS)]
     return [f"{layer}.{part}".rstrip(".") for part in MODELS[name]] + others * (name == "llama")
@@ -186,9 +186,9 @@ def batch() -> dict:
     return dict(input_ids=ids, labels=ids)
 
 
-def changed_step(model: nn.Module, module: str, way: Callable) -> dict:
+def changed_step(model: nn.Module, module: str, change: Callable) -> dict:
     calls.clear()
-    with way(model.get_submodule(module)):
+    with change(model.get_submodule(module)):
         return {**step(model, batch()), "calls": torch.tensor(len(calls))}
 
 
@@ -201,23 +201,23 @@ def same(found: dict, expected: dict) -> bool:
     return found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected)
 
 
-def assert_obeyed(name: str, memory: str, module: str, way: Callable) -> None:
-    expected = changed_step(build(name), module, way)
+def assert_obeyed(name: str, memory: str, module: str, change: Callable) -> None:
+    expected = changed_step(build(name), module, change)
     assert not same(expected, stock_step(name)), "the change has no effect"
-    found = changed_step(patched(name, memory), module, way)
+    found = changed_step(patched(name, memory), module, change)
     assert found.keys() | {"logits"} == expected.keys()
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", MODELS)
-def test_every_change(name, way):
-    for i, module in enumerate(modules_of(name)):
-        if way.startswith("a decorator") and "dropout" in module:
+def test_every_change(name, change):
+    for i, module in enumerate(changed_modules(name)):
+        if change.startswith("a decorator") and "dropout" in module:
             continue  # dropout returns its argument, and with it the gradient
-        memory = ("auto", "low", "fast")[(i + list(WAYS).index(way)) % 3]
+        memory = ("auto", "low", "fast")[(i + list(CHANGES).index(change)) % 3]
         try:
-            assert_obeyed(name, memory, module, WAYS[way])
+            assert_obeyed(name, memory, module, CHANGES[change])
         except (AssertionError, RuntimeError) as error:
             raise AssertionError(f"{module}, memory={memory}: {error}") from error
 
@@ -232,27 +232,27 @@ METHODS = [  # methods that a forward calls
 ]
 
 
-OF = {
-    "instance": of_instance,
-    "class": of_class,
+METHOD_CHANGES = {
+    "instance": on_instance,
+    "class": on_class,
     "subclass": lambda method: functools.partial(in_a_subclass, method),
 }
 
 
 @pytest.mark.parametrize(
-    "name, module, method, of",
+    "name, module, method, make_change",
     # An activation stores its function on the instance.
     [
-        ("llama of gelu", "act_fn", "act", of_instance),
-        *[("gemma2", "act_fn", "act", of_instance)] * hasattr(activations, "GELUTanh"),
-        *((*method, of) for method in METHODS for of in OF.values()),
+        ("llama of gelu", "act_fn", "act", on_instance),
+        *[("gemma2", "act_fn", "act", on_instance)] * hasattr(activations, "GELUTanh"),
+        *((*method, make_change) for method in METHODS for make_change in METHOD_CHANGES.values()),
     ],
 )
-def test_a_method(name, module, method, of):
-    way = of(method)
+def test_a_method(name, module, method, make_change):
+    change = make_change(method)
     module = next(n for n, _ in build(name).named_modules() if n.endswith(module))
     for memory in ("auto", "low"):
-        assert_obeyed(name, memory, module, way)
+        assert_obeyed(name, memory, module, change)
 
 
 @pytest.mark.parametrize("memory", ["auto", "low"])
@@ -291,27 +291,27 @@ def test_what_was_replaced_and_is_put_back_is_fused_again():
     model = patched("llama", "low")
     mlp = model.model.layers[0].mlp
     assert only_forward_runs(mlp)
-    for way in (of_class("forward"), of_class("_call_impl"), of_instance("forward"), of_instance("_call_impl")):
-        with way(mlp):
+    for change in (on_class("forward"), on_class("_call_impl"), on_instance("forward"), on_instance("_call_impl")):
+        with change(mlp):
             assert not only_forward_runs(mlp)
         assert only_forward_runs(mlp)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "way, module",
+    "change, module",
     [
         ("its own _call_impl", "mlp.up_proj"),
         ("_call_impl of a subclass", "post_attention_layernorm"),
         ("forward of the class", "mlp"),
     ],
 )
-def test_in_a_graph(way, module):
+def test_in_a_graph(change, module):
     """torch.compile traces the changed call into one graph."""
     module = f"model.layers.0.{module}"
-    expected = changed_step(build("llama"), module, WAYS[way])
+    expected = changed_step(build("llama"), module, CHANGES[change])
     compared = patched("llama", "auto")
-    with WAYS[way](compared.get_submodule(module)):
+    with CHANGES[change](compared.get_submodule(module)):
         torch.compiler.reset()
         found = step(torch.compile(compared, backend="aot_eager", fullgraph=True), batch())
     found = {name.removeprefix("_orig_mod."): result for name, result in found.items()}

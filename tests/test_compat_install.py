@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 from cases import python
-from llama_models import batch_of, build, one_thread, ops  # noqa: F401
+from llama_models import build, make_batch, one_thread, ops  # noqa: F401
 from transformers.utils import import_utils
 
 import liger_ext
@@ -48,7 +48,7 @@ def test_trainer(installed, tmp_path, monkeypatch):
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # the state outlives a Trainer
 
-    rows = [{name: t[0] for name, t in batch_of("cpu", rows=1, seq=12).items()} for _ in range(8)]
+    rows = [{name: t[0] for name, t in make_batch("cpu", rows=1, seq=12).items()} for _ in range(8)]
 
     def losses(model, **options):
         arguments = TrainingArguments(
@@ -62,7 +62,7 @@ def test_trainer(installed, tmp_path, monkeypatch):
     model = build()
     found = losses(model, use_liger_kernel=True)
     assert type(model) is llama.LlamaForCausalLM
-    assert "fused_linear_cross_entropy" in ops(model.train(), **batch_of("cpu"))
+    assert "fused_linear_cross_entropy" in ops(model.train(), **make_batch("cpu"))
     by_hand = build()
     liger_ext.apply_liger_kernel_to_llama(model=by_hand)
     trained, evaluated = losses(by_hand)

@@ -3,8 +3,8 @@ compilation for many shapes."""
 
 import pytest
 import torch
-from cases import grads_for, leaves_of, losses_of, normal
-from ops import BY_NAME, ONE_OF_EACH
+from cases import differentiable_outputs, grads_for, normal, tensor_leaves
+from ops import BY_NAME, DEFAULT_EXAMPLES
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from liger_ext import functional as F
@@ -23,7 +23,7 @@ def resized(arguments, rows):
     return made
 
 
-CASES = [*((e, (7, 12, 19)) for e in ONE_OF_EACH), (BY_NAME["fused_linear_cross_entropy_chunks"], (261, 300, 410))]
+CASES = [*((e, (7, 12, 19)) for e in DEFAULT_EXAMPLES), (BY_NAME["fused_linear_cross_entropy_chunks"], (261, 300, 410))]
 
 
 @pytest.mark.parametrize("example, sizes", CASES, ids=[e.name for e, _ in CASES])
@@ -36,8 +36,8 @@ def test_compiled_equals_eager(device, example, sizes):
         arguments = resized(example.arguments(device, torch.float32), rows)
         runs = []
         for function in (example, compiled):
-            outputs = losses_of(function(arguments))
-            runs.append([*outputs, *torch.autograd.grad(outputs, leaves_of(arguments), grads_for(outputs))])
+            outputs = differentiable_outputs(function(arguments))
+            runs.append([*outputs, *torch.autograd.grad(outputs, tensor_leaves(arguments), grads_for(outputs))])
         for eager, ours in zip(*runs, strict=True):
             torch.testing.assert_close(ours, eager, rtol=1e-6, atol=1e-6)
         frames = frames or counter.frame_count

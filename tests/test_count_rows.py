@@ -10,7 +10,7 @@ import torch
 from cases import RecordCalls, random_targets
 from hypothesis import given
 from hypothesis import strategies as st
-from llama_models import assert_as_good, batch_of, build, compare, patched, step
+from llama_models import assert_as_good, build, compare, make_batch, patched, step
 from test_cross_entropy import loss_options
 from test_fused_linear_cross_entropy import head
 
@@ -24,7 +24,7 @@ def with_counted_rows(**arguments):
     return F.fused_linear_cross_entropy(**arguments, rows=counted)
 
 
-def rows_of_the_op(run):
+def op_rows(run):
     with RecordCalls() as record:
         run()
     return [a[0].shape[0] for op, a in record.calls if op._schema.name == "liger_ext::fused_linear_cross_entropy"]
@@ -54,7 +54,7 @@ def test_the_matmuls_have_as_many_rows_as_count(device):
     for kept, expected in ((0, 100), (1, 100), (100, 100), (101, 200), (850, 900), (1501, 1600), (1600, 1600)):
         target = made["target"].clone()
         target[torch.randperm(1600)[kept:]] = -100
-        assert rows_of_the_op(functools.partial(with_counted_rows, **{**made, "target": target})) == [expected]
+        assert op_rows(functools.partial(with_counted_rows, **{**made, "target": target})) == [expected]
         index = F.count_rows(target).index()
         assert (index is None) == (expected == 1600)
         if index is not None:
@@ -235,7 +235,7 @@ def test_max_rows(device, max_rows):
     made = head(300, device=device, bias=True, ignored=0.7)
     assert (made["target"] != -100).sum() <= 110
     judge("fused_linear_cross_entropy", made, run=functools.partial(with_max_rows, max_rows))
-    assert rows_of_the_op(lambda: with_max_rows(max_rows, **made)) == [min(max_rows, 300)]
+    assert op_rows(lambda: with_max_rows(max_rows, **made)) == [min(max_rows, 300)]
 
 
 def test_more_rows_than_max_rows(device):
@@ -300,7 +300,7 @@ def test_max_rows_of_a_model(device, compiled):
 
 def instruction(device, batch=4, seq=64, share=0.6, **options):
     """Returns a batch with labels only at the end of each sequence."""
-    made = batch_of(device, batch, seq)
+    made = make_batch(device, batch, seq)
     made["labels"] = made["input_ids"].clone()
     made["labels"][:, : int(share * seq)] = -100
     return made | options
@@ -310,7 +310,7 @@ def instruction(device, batch=4, seq=64, share=0.6, **options):
 def test_a_model_counts_its_labels(device, dtype):
     compare(build(device=device, dtype=dtype).train(), instruction(device))
     model = patched(build(device=device, dtype=dtype).train())
-    ran = rows_of_the_op(lambda: step(model, instruction(device)))
+    ran = op_rows(lambda: step(model, instruction(device)))
     assert ran == [112]  # of 256 rows, 104 of which count
 
 
@@ -329,7 +329,7 @@ def test_shifted_labels_and_others(device):
     found = step(model, made | {"shift_labels": shifted})
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     found = step(model, made | {"labels": labels.masked_fill(labels == -100, 3), "ignore_index": 3})
-    assert rows_of_the_op(lambda: model(**made, labels=labels, return_predicted_tokens=True)) == [112]
+    assert op_rows(lambda: model(**made, labels=labels, return_predicted_tokens=True)) == [112]
     output = model(**made, labels=labels, return_predicted_tokens=True)
     assert output.predicted_tokens.shape == (256,) and (output.predicted_tokens >= 0).sum() == 104
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import LOW, draw_tensor, dtypes_of, normal, random_targets, seeds
+from cases import LOW, device_dtypes, draw_tensor, normal, random_targets, seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
@@ -46,7 +46,7 @@ def draw_target(data, rows, vocab, device):
 @given(data=st.data(), options=loss_options)
 def test_cross_entropy(device, data, options):
     rows, vocab = data.draw(st.sampled_from([0, 1, 2, 3, 7, 40])), data.draw(vocabularies)
-    dtype = data.draw(st.sampled_from(dtypes_of(device)))
+    dtype = data.draw(st.sampled_from(device_dtypes(device)))
     logits = draw_tensor(data, device, rows, vocab, dtype=dtype, scale=data.draw(st.sampled_from([1, 4])))
     inputs = {"logits": logits.requires_grad_(), **draw_target(data, rows, vocab, device)}
     judge("cross_entropy", inputs | options | {"weight": draw_weight(data, vocab, device, dtype)})

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from cases import LOW, grads_for, leaves_of, losses_of, normal
+from cases import LOW, differentiable_outputs, grads_for, normal, tensor_leaves
 from gpu_paths import arguments as arguments_of
-from ops import EXAMPLES, IDS, ONE_OF_EACH
+from ops import DEFAULT_EXAMPLES, EXAMPLES, IDS
 
 from liger_ext import functional as F
 
@@ -13,13 +13,13 @@ each_example = pytest.mark.parametrize("example", EXAMPLES, ids=IDS)
 
 
 def forward_backward(example, arguments, grads):
-    outputs = losses_of(example(arguments))
-    return [*outputs, *torch.autograd.grad(outputs, leaves_of(arguments), grads)]
+    outputs = differentiable_outputs(example(arguments))
+    return [*outputs, *torch.autograd.grad(outputs, tensor_leaves(arguments), grads)]
 
 
 def prepared(example, dtype):
     arguments = example.arguments("cuda", dtype)
-    outputs = losses_of(example(arguments))
+    outputs = differentiable_outputs(example(arguments))
     return arguments, grads_for(outputs)
 
 
@@ -45,8 +45,8 @@ def test_a_hundred_times_the_same_bits(op, shape, dtype):
 
     def once():
         given = {name: t.detach().clone().requires_grad_(t.requires_grad) for name, t in made.items()}
-        outputs, grads = losses_of(getattr(F, op)(**given)), lambda t: torch.ones_like(t).cumsum(-1)
-        return [*outputs, *torch.autograd.grad(outputs, leaves_of(given), list(map(grads, outputs)))]
+        outputs, grads = differentiable_outputs(getattr(F, op)(**given)), lambda t: torch.ones_like(t).cumsum(-1)
+        return [*outputs, *torch.autograd.grad(outputs, tensor_leaves(given), list(map(grads, outputs)))]
 
     first = once()
     for _ in range(99):
@@ -66,7 +66,7 @@ def test_capture_in_a_graph(example):
     with torch.cuda.graph(graph):
         captured = forward_backward(example, arguments, grads)
     with torch.no_grad():
-        for i, leaf in enumerate(leaves_of(arguments)):
+        for i, leaf in enumerate(tensor_leaves(arguments)):
             leaf.copy_(normal(*leaf.shape, dtype=leaf.dtype, device="cuda", seed=50 + i))
     graph.replay()
     torch.cuda.synchronize()
@@ -97,11 +97,11 @@ except IndexError as error:
     assert "found" in done.stdout and "target[2]" in done.stdout, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("example", ONE_OF_EACH, ids=[e.op for e in ONE_OF_EACH])
+@pytest.mark.parametrize("example", DEFAULT_EXAMPLES, ids=[e.op for e in DEFAULT_EXAMPLES])
 def test_the_current_stream_is_used(example):
     """The inputs are written late on a side stream: an op on another stream would read the old values."""
     arguments, grads = prepared(example, torch.float32)
-    leaves = leaves_of(arguments)
+    leaves = tensor_leaves(arguments)
     new = [t.detach().clone() for t in leaves]
     expected = forward_backward(example, arguments, grads)
     with torch.no_grad():
@@ -125,7 +125,7 @@ def test_the_current_stream_is_used(example):
 def test_the_device_of_the_tensors_is_used(example):
     with torch.cuda.device(0):
         arguments = example.arguments("cuda:1", torch.float32)
-        outputs = losses_of(example(arguments))
+        outputs = differentiable_outputs(example(arguments))
         assert all(t.device == torch.device("cuda:1") and t.isfinite().all() for t in outputs)
         assert torch.cuda.current_device() == 0
 

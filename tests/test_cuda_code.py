@@ -51,7 +51,7 @@ def demangled(text):
     return text.replace("(anonymous namespace)::", "").replace("liger::gpu::", "")
 
 
-def loads_of_constants(source):
+def noncoherent_loads(source):
     """Returns {kernel: its loads through the non-coherent cache (ld.global.nc)}."""
     flags = "-gencode arch=compute_90a,code=compute_90a -std=c++20 -O3 --expt-relaxed-constexpr -diag-suppress=20012"
     made = [NVCC, *flags.split(), "-DLIGER_BACKEND=gpu", "-Icsrc", "--ptx", f"csrc/gpu/{source}.cu", "-o", "-"]
@@ -68,7 +68,7 @@ def loads_of_constants(source):
 @pytest.mark.parametrize("source", IN_PLACE)
 def test_kernels_that_write_in_place_load_what_may_be_written(source):
     """PTX forbids ld.global.nc for memory that the kernel writes, even if it writes after the load."""
-    found = loads_of_constants(source)
+    found = noncoherent_loads(source)
     in_place = {kernel for kernel in found if kernel.partition("<")[0] in IN_PLACE[source]}
     assert {kernel.partition("<")[0] for kernel in in_place} == set(IN_PLACE[source])
     assert {kernel: found[kernel] for kernel in in_place if found[kernel]} == {}
@@ -80,7 +80,7 @@ def test_kernels_that_write_in_place_load_what_may_be_written(source):
 @needs_nvcc
 def test_dh_is_loaded_as_memory_that_is_written():
     """Kernels that overwrite dh with h load only gate and up with ld.global.nc."""
-    found = loads_of_constants("glu")
+    found = noncoherent_loads("glu")
     with_h = {kernel: loads for kernel, loads in found.items() if re.match("GluBackwardKernel<.*true>", kernel)}
     assert len(with_h) == 3 * 2 * 3  # dtypes, vectors, activations
     for kernel, loads in with_h.items():

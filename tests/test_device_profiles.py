@@ -70,7 +70,7 @@ def test_clusters_that_cannot_be_counted_are_not_used(runtime):
 def test_a_passing_error_is_not_kept(runtime):
     """A call during a temporary error fails; the next call queries again."""
     assert profile(runtime, IN_TROUBLE) is None and runtime.fake_last_error() == 0
-    runtime.fake_end_of_trouble()
+    runtime.fake_recover()
     assert profile(runtime, IN_TROUBLE).resident_clusters == [120, 60, 30, 15]
 
 

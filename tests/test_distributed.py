@@ -9,12 +9,12 @@ if not torch.distributed.is_available() or not torch.distributed.is_gloo_availab
 
 from cases import slow_if
 from distributed_cases import CASES
-from processes import errors_of
+from processes import run_errors
 
 
 @pytest.fixture(scope="module")
 def errors(request, tmp_path_factory):
-    return errors_of(request, "distributed_cases", tmp_path_factory)
+    return run_errors(request, "distributed_cases", tmp_path_factory)
 
 
 def kind(case):

@@ -13,7 +13,7 @@ from cases import python
 
 import liger_ext
 from liger_ext import _C, _devices, _fit, _llama, _load, _loss_report, doctor, functional
-from liger_ext.ops._loss_devices import device_with
+from liger_ext.ops._loss_devices import profile_index
 from liger_ext.ops._loss_plan import Call, Choice, Plan, choose
 
 
@@ -118,7 +118,7 @@ def a_device(code, profile=None):
 def test_a_gpu_that_the_library_does_not_serve(quick, monkeypatch, capsys):
     monkeypatch.setattr(_devices, "devices", lambda: [a_device("nothing")])
     monkeypatch.setattr(doctor._load, "gpu_available", lambda: True)
-    monkeypatch.setattr(_fit, "misfit", lambda *arguments: f"no code for {arguments[-1]}")
+    monkeypatch.setattr(_fit, "misfit_reason", lambda *arguments: f"no code for {arguments[-1]}")
     assert doctor.main(["doctor"]) == 3
     assert "PROBLEM: GPU 0 (Some GPU, 9.0) is not used\n  TO DO: no code for 9.0" in capsys.readouterr().out
 
@@ -202,7 +202,7 @@ def test_an_unknown_profile(capsys):
 # The fused loss's plans -----------------------------------------------------------------------------------------------
 
 
-def of_loss(capsys, *arguments):
+def loss_report(capsys, *arguments):
     assert doctor.main(["doctor", "--loss", *arguments]) == 0
     return capsys.readouterr().out
 
@@ -210,9 +210,9 @@ def of_loss(capsys, *arguments):
 def test_levels_of_a_loss(capsys):
     """The printed values are those of the chosen plans, and the front contains the levels' plans."""
     arguments = "8192", "2304", "256000", "--profile", "h100"
-    found = json.loads(of_loss(capsys, *arguments, "--json"))
+    found = json.loads(loss_report(capsys, *arguments, "--json"))
     assert (found["device"], found["rates_measured"]) == ("H100", True)
-    call = Call.of(8192, 2304, 256_000, torch.bfloat16, device_with(_C.profile("H100")))
+    call = Call.uniform(8192, 2304, 256_000, torch.bfloat16, profile_index(_C.profile("H100")))
     for level, facts in found["levels"].items():
         choice = choose(call, level)
         assert facts in found["front"] and (facts["bytes"], facts["ms"]) == (choice.bytes, choice.seconds * 1e3)
@@ -220,7 +220,7 @@ def test_levels_of_a_loss(capsys):
     shares = [facts["share"] for facts in found["front"]]
     assert shares == sorted(shares) and 0.5 < shares[0] < 0.9 < shares[-1] < 1
     assert found["matmuls_ms"] == pytest.approx(found["front"][0]["ms"] * shares[0])
-    printed = of_loss(capsys, *arguments)
+    printed = loss_report(capsys, *arguments)
     assert "8,192 rows, hidden size 2,304, vocabulary 256,000, bf16, reduction 'mean'" in printed
     for facts in (*found["levels"].values(), *found["front"]):
         assert f"{math.ceil(facts['bytes'] / 2**20):,}" in printed and facts["plan"] in printed
@@ -252,7 +252,7 @@ def test_levels_of_a_loss(capsys):
     ],
 )
 def test_plans_in_words(plan, words):
-    call = Call.of(8192, 4096, 5000, torch.bfloat16, device_with(_C.profile("H100")))
+    call = Call.uniform(8192, 4096, 5000, torch.bfloat16, profile_index(_C.profile("H100")))
     twice = "twice" in words
     assert _loss_report.describe(call, Choice(plan, 1, 1.0, twice)) == words
 
@@ -260,19 +260,19 @@ def test_plans_in_words(plan, words):
 def test_a_loss_here_and_with_options(monkeypatch, capsys):
     """Without a GPU the estimate is for the CPU, else for the first usable GPU."""
     monkeypatch.setattr(_devices, "devices", list)
-    assert "two server cores" in of_loss(capsys, "64", "32", "512")
+    assert "two server cores" in loss_report(capsys, "64", "32", "512")
     devices = [a_device("nothing", _C.profile("T4")), a_device("PTX", _C.profile("A100"))]
     monkeypatch.setattr(_devices, "devices", lambda: devices)
     narrow, wide = (
-        json.loads(of_loss(capsys, "8192", "2048", "32000", "--dtype", d, "--json")) for d in ("fp16", "fp32")
+        json.loads(loss_report(capsys, "8192", "2048", "32000", "--dtype", d, "--json")) for d in ("fp16", "fp32")
     )
     assert narrow["device"] == wide["device"] == "A100" and not narrow["rates_measured"]
     assert wide["matmuls_ms"] > 5 * narrow["matmuls_ms"]
-    assert "come from a data sheet" in (rows := of_loss(capsys, "8192", "2048", "32000", "--reduction", "none"))
+    assert "come from a data sheet" in (rows := loss_report(capsys, "8192", "2048", "32000", "--reduction", "none"))
     assert "sums over" not in rows
-    mean, summed = (of_loss(capsys, "8", "64", "100", "--reduction", name).splitlines() for name in ("mean", "sum"))
+    mean, summed = (loss_report(capsys, "8", "64", "100", "--reduction", name).splitlines() for name in ("mean", "sum"))
     assert mean[1:] == summed[1:]
-    large = of_loss(capsys, "99999999", "9999999", "1000").splitlines()
+    large = loss_report(capsys, "99999999", "9999999", "1000").splitlines()
     (least,) = (line.split() for line in large if "memory='min'" in line)
     assert all(float(column.replace(",", "")) > 0 for column in least[1:4])  # columns stay separated
 
@@ -308,7 +308,7 @@ def test_options_of_a_loss_without_a_loss(capsys):
 @pytest.mark.parametrize("free", [1 << 20, 1 << 31, 1 << 33, 1 << 36, 3 << 36])
 @pytest.mark.parametrize("memory", ["fast", "auto", "low", "min"])
 def test_most_tokens(free, memory):
-    call = Call.of(1, _llama.HIDDEN, _llama.VOCAB, torch.bfloat16, device_with(_C.profile("H200")))
+    call = Call.uniform(1, _llama.HIDDEN, _llama.VOCAB, torch.bfloat16, profile_index(_C.profile("H200")))
     most = _llama.most_tokens(call, memory, free)
     assert most == 0 or _llama.fused_loss_bytes(call._replace(rows=most), memory) <= free
     assert _llama.fused_loss_bytes(call._replace(rows=most + 1), memory) > free
@@ -320,7 +320,7 @@ def test_most_tokens(free, memory):
 def test_bytes_of_the_fused_loss_are_what_it_takes(tokens, memory):
     """The predicted bytes equal the allocator's peak of a step: with one chunk, overlaid, and in chunks."""
     hidden, vocab, dtype = 512, 32_000, torch.bfloat16
-    call = Call.of(tokens, hidden, vocab, dtype, device_with(_devices.running_profile(0)))
+    call = Call.uniform(tokens, hidden, vocab, dtype, profile_index(_devices.running_profile(0)))
 
     def step():
         x, weight = (torch.randn(n, hidden, device="cuda").to(dtype).requires_grad_() for n in (tokens, vocab))

@@ -27,4 +27,4 @@ def test_grpo(tmp_path, capsys):
 
 
 def test_reward():
-    assert grpo.reward_of("Ab, c!") == 1 / 3 and grpo.reward_of("12") == 0
+    assert grpo.capital_share("Ab, c!") == 1 / 3 and grpo.capital_share("12") == 0

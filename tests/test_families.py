@@ -19,7 +19,7 @@ from family_models import (  # noqa: F401
     all_experts,
     assert_same,
     build,
-    new_look,
+    clear_recognition,
     patch_named,
     patched,
     perturbed,
@@ -28,8 +28,8 @@ from family_models import (  # noqa: F401
 from llama_models import (  # noqa: F401
     TRANSFORMERS,
     assert_as_good,
-    batch_of,
     checkpoint_layers,
+    make_batch,
     one_thread,
     step,
     tokens,
@@ -41,14 +41,14 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 import liger_ext
 import liger_ext.functional as LF
 from liger_ext.models import families
-from liger_ext.models.model_types import FUNCTION_OF
+from liger_ext.models.model_types import FUNCTION_TYPES
 from liger_ext.models.modules import causal_lm, decoder, experts, layers, mlp, norms
-from liger_ext.models.patching.forwards import text_of
+from liger_ext.models.patching.forwards import source_text
 from liger_ext.models.patching.source import definition_in
 from liger_ext.models.recognise import normal_form
 
 # Classes of a family that stay unpatched with the newest transformers: known code without anything to fuse.
-LEFT = {
+UNPATCHED = {
     "bailing_hybrid": {"BailingHybridDeltaAttention"},
     "apertus": {"ApertusMLP"},  # its activation is unknown
     "cohere2": {"Cohere2DecoderLayer"},
@@ -64,8 +64,8 @@ LEFT = {
     "olmo_hybrid": {"OlmoHybridAttentionDecoderLayer"},
 }
 RECURRENT = "falcon_h1", "qwen3_5_text", "qwen3_next"  # a float64 copy still computes in fp32, so it is no reference
-OF_NEWEST = "deepseek_v3", "llama4_text"  # older transformers reject float64, or calls without a mask
-PRESENT = [f for f in OPTIONS if f in CONFIG_MAPPING and (TRANSFORMERS >= (5, 17) or f not in OF_NEWEST)]
+NEWEST_ONLY = "deepseek_v3", "llama4_text"  # older transformers reject float64, or calls without a mask
+PRESENT = [f for f in OPTIONS if f in CONFIG_MAPPING and (TRANSFORMERS >= (5, 17) or f not in NEWEST_ONLY)]
 newest = pytest.mark.skipif(TRANSFORMERS < (5, 17), reason="older transformers have other code")
 each = pytest.mark.parametrize("family", PRESENT)
 ENDS = (
@@ -95,7 +95,7 @@ def test_what_is_patched(family):
     assert not [str(w.message) for w in caught if "does not know this code" in str(w.message)]
     ours = {type(m).__name__ for m in model.modules() if type(m).__module__.startswith("liger_ext")}
     expected = {name for name in classes if name.endswith(ENDS)}
-    expected -= LEFT.get(family, set())
+    expected -= UNPATCHED.get(family, set())
     assert expected == ours - {"Linear", "LlamaModel"}
 
 
@@ -113,7 +113,7 @@ MODES += [("train", torch.bfloat16), ("eval", torch.bfloat16)]
 @pytest.mark.parametrize("mode, dtype", MODES, ids=lambda value: str(value).rpartition(".")[2])
 def test_equals_stock(device, family, mode, dtype):
     model = build(family, device, dtype, **(all_experts(family) if dtype is torch.bfloat16 else {}))
-    batch = batch_of(device)
+    batch = make_batch(device)
     if mode == "padded":
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
         batch["attention_mask"][1, 7:] = 0
@@ -152,7 +152,7 @@ def test_norms_in_another_dtype(device, family):
 def test_logits_beside_the_loss(device, family):
     """A family's changes of its logits (softcap, factors) apply to the loss with options, with logits and without."""
     model = build(family, device)
-    ours, batch, reference = patched(model), batch_of(device), copy.deepcopy(model).double()
+    ours, batch, reference = patched(model), make_batch(device), copy.deepcopy(model).double()
     options = dict(label_smoothing=0.1, return_token_accuracy=True)
     stock, exact = (m(**batch).logits for m in (model, reference))
     shifted = nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].flatten()
@@ -176,18 +176,20 @@ def test_experts_that_are_modules():
 
 @newest
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-@pytest.mark.parametrize("given", [None, True, False])
-def test_the_experts_balance(device, family, given):
+@pytest.mark.parametrize("output_router_logits", [None, True, False])
+def test_the_experts_balance(device, family, output_router_logits):
     model = build(family, device)
-    ours, batch = patched(model), batch_of(device)
+    ours, batch = patched(model), make_batch(device)
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     batch["attention_mask"][2, 8:] = 0
-    stock = model(**batch, output_router_logits=given)
+    stock = model(**batch, output_router_logits=output_router_logits)
     for skip in (True, False):
-        found = ours(**batch, output_router_logits=given, skip_logits=skip)
+        found = ours(**batch, output_router_logits=output_router_logits, skip_logits=skip)
         torch.testing.assert_close(found.loss, stock.loss)
         torch.testing.assert_close(found.aux_loss, stock.aux_loss)
-        assert (found.aux_loss is None) is (given is False or (given is None and family == "qwen3_moe"))
+        assert (found.aux_loss is None) is (
+            output_router_logits is False or (output_router_logits is None and family == "qwen3_moe")
+        )
         torch.testing.assert_close(found.router_logits, stock.router_logits)
         assert ("logits" not in found) is skip
 
@@ -196,7 +198,7 @@ def test_the_experts_balance(device, family, given):
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_a_class_of_the_users(device, family):
     """A class derived from the patch, as FSDP2 creates them, works and its outputs can be pickled."""
-    ours, batch = patched(build(family, device)), batch_of(device)
+    ours, batch = patched(build(family, device)), make_batch(device)
     expected = ours(**batch, output_router_logits=True)
     ours.__class__ = type("Derived", (type(ours),), {})
     torch.testing.assert_close(ours(**batch, output_router_logits=True).loss, expected.loss, rtol=0, atol=0)
@@ -212,7 +214,7 @@ def _without_up(self, gate_up):
     return nn.functional.silu(gate_up.chunk(2, -1)[0])
 
 
-def _half_of_linear_attention(self, hidden_states, arguments):
+def _halved_linear_attention(self, hidden_states, arguments):
     stream, attention, weights = _ATTEND(self, hidden_states, arguments)
     return stream, 0.5 * attention if weights is None else attention, weights
 
@@ -227,26 +229,36 @@ WRONG = {
     "gated norm": ("qwen3_next", norms.GatedRMSNorm, "liger_arguments", lambda m: (m.weight, 0.1, 0.0, "llama")),
     "norm's mean": ("cohere2", norms.UnbiasedLayerNorm, "_normalise", staticmethod(_without_mean)),
     "layer norm's offset": ("nemotron", norms.LayerNorm1P, "OFFSET", 0),
-    "activation": ("gemma", mlp.MLP, "UNITS", dict.fromkeys(mlp.MLP.UNITS, (LF.swiglu, 1.0, 1.0))),
-    "halves": ("phi3", mlp.PackedMLP, "UNITS", dict.fromkeys(mlp.PackedMLP.UNITS, (LF.geglu_packed, "tanh"))),
-    "square": ("nemotron", mlp.UngatedMLP, "UNITS", dict.fromkeys(mlp.UngatedMLP.UNITS, (torch.relu,))),
-    "gate's factor": ("falcon_h1", mlp.ScaledMLP, "unit_of", mlp.MLP.unit_of),
+    "activation": ("gemma", mlp.MLP, "ACTIVATION_OPS", dict.fromkeys(mlp.MLP.ACTIVATION_OPS, (LF.swiglu, 1.0, 1.0))),
+    "halves": (
+        "phi3",
+        mlp.PackedMLP,
+        "ACTIVATION_OPS",
+        dict.fromkeys(mlp.PackedMLP.ACTIVATION_OPS, (LF.geglu_packed, "tanh")),
+    ),
+    "square": (
+        "nemotron",
+        mlp.UngatedMLP,
+        "ACTIVATION_OPS",
+        dict.fromkeys(mlp.UngatedMLP.ACTIVATION_OPS, (torch.relu,)),
+    ),
+    "gate's factor": ("falcon_h1", mlp.ScaledMLP, "activation_op", mlp.MLP.activation_op),
     "result's factor": ("falcon_h1", mlp.ScaledMLP, "_run", mlp.MLP._run),
     "MLP's dropout": ("seed_oss", mlp.DropoutMLP, "_run", lambda self, x: 0.9 * mlp.MLP._run(self, x)),
     "experts": ("qwen2_moe", experts.Experts, "_apply_gate", _without_up),
     "softcap": ("gemma2", causal_lm.CausalLM, "liger_logits", lambda self: (1.0, None)),
     "divisor": ("granite", causal_lm.CausalLM, "liger_logits", lambda self: (3.0, None)),
     "aux loss": ("mixtral", causal_lm.MoeCausalLM, "_results", lambda self, results, _: results),
-    "layer's factor": ("granite", layers.ScaledLayer, "_of_mlp", decoder.DecoderLayer._of_mlp),
+    "layer's factor": ("granite", layers.ScaledLayer, "_mlp_summand", decoder.DecoderLayer._mlp_summand),
     "layer's norms": ("gemma2", "gemma2.Gemma2DecoderLayer", "NORM", "post_attention_layernorm"),
-    "layer's dropout": ("phi3", layers.SandwichLayer, "_of_attention", lambda self, x: 0.9 * x),
+    "layer's dropout": ("phi3", layers.SandwichLayer, "_attention_summand", lambda self, x: 0.9 * x),
     "layer's own inputs": ("gemma4_text", layers.Gemma4Layer, "_results", lambda self, x, *_: x * self.layer_scalar),
-    "layer's MLP": ("llama4_text", decoder.DecoderLayer, "_of_mlp", lambda self, x, residual: residual),
+    "layer's MLP": ("llama4_text", decoder.DecoderLayer, "_mlp_summand", lambda self, x, residual: residual),
     "recurrent layer": ("falcon_h1", layers.FalconH1Layer, "_attend", decoder.DecoderLayer._attend),
-    "linear attention": ("qwen3_5_text", layers.HybridLayer, "_attend", _half_of_linear_attention),
+    "linear attention": ("qwen3_5_text", layers.HybridLayer, "_attend", _halved_linear_attention),
     "activation by its name": ("llama4_text", mlp.MLP, "_run_down", lambda self, gate, up: self.down_proj(up)),
     "softcap of Gemma 4": ("gemma4_text", causal_lm.CausalLM, "liger_logits", lambda self: (1.0, None)),
-    "result's norm": ("glm4", layers.SandwichLayer, "_of_attention", decoder.DecoderLayer._of_attention),
+    "result's norm": ("glm4", layers.SandwichLayer, "_attention_summand", decoder.DecoderLayer._attention_summand),
     "factor": ("cohere2", causal_lm.CausalLM, "liger_logits", lambda self: (1.0, None)),
     "model's factor": ("falcon_h1", causal_lm.CausalLM, "liger_logits", lambda self: (1.0, None)),
 }
@@ -288,7 +300,7 @@ def test_saved_and_copied(family, tmp_path):
     assert [type(m) for m in pickle.loads(pickle.dumps(model)).modules()] == classes
     torch.save(model, tmp_path / "model.pt")
     loaded = torch.load(tmp_path / "model.pt", weights_only=False)
-    batch = batch_of("cpu")
+    batch = make_batch("cpu")
     torch.testing.assert_close(loaded(**batch).loss, model(**batch).loss, rtol=0, atol=0)
     model.save_pretrained(tmp_path / "folder")
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "folder").train()
@@ -296,9 +308,9 @@ def test_saved_and_copied(family, tmp_path):
     torch.testing.assert_close(stock(**batch).loss, model(**batch).loss)
 
 
-@pytest.mark.parametrize("family", [family for family in PRESENT if family in FUNCTION_OF])
+@pytest.mark.parametrize("family", [family for family in PRESENT if family in FUNCTION_TYPES])
 def test_models_that_are_built_later(family):
-    apply = getattr(liger_ext, f"apply_liger_kernel_to_{FUNCTION_OF[family]}")
+    apply = getattr(liger_ext, f"apply_liger_kernel_to_{FUNCTION_TYPES[family]}")
     stock = build(family)
     with apply():
         model = build(family)
@@ -306,7 +318,7 @@ def test_models_that_are_built_later(family):
         {type(m).__module__.partition(".")[0] for m in m.modules()} for m in (model, stock, build(family))
     )
     assert "liger_ext" in ours and "liger_ext" not in theirs | later
-    batch = batch_of("cpu")
+    batch = make_batch("cpu")
     torch.testing.assert_close(model(**batch).loss, stock(**batch).loss)
     with pytest.raises(TypeError, match=r"rms_norm is 3, of .* expected Python's True or False"):
         apply(rms_norm=3)
@@ -327,7 +339,7 @@ def test_compiled(device, family, dynamic):
         windows["rope_scaling"] = None  # transformers' longrope does not compile
     layers = 2 if family in ("gemma2", "llama4_text") else 1  # two kinds of layers
     model = build(family, device, num_hidden_layers=layers, layer_types=None, **windows)
-    ours, batch = patched(model), batch_of(device)
+    ours, batch = patched(model), make_batch(device)
     compiled = torch.compile(lambda m, **b: m(**b), backend="aot_eager", fullgraph=True, dynamic=dynamic)
     with sdpa_kernel(SDPBackend.MATH):  # else graph and eager code select different attention kernels
         assert_as_good(step(ours, batch, compiled), step(model, batch), step(copy.deepcopy(model).double(), batch))
@@ -346,7 +358,7 @@ class Callable:
         return self.forward(module, *args)
 
 
-@pytest.mark.usefixtures("new_look")
+@pytest.mark.usefixtures("clear_recognition")
 @pytest.mark.parametrize("kind", ["function", "object"])
 def test_code_that_is_not_known(device, kind, monkeypatch):
     """A norm with changed code stays unpatched, with a warning."""
@@ -371,16 +383,16 @@ def test_heads_that_differ_a_little(old, new):
     """The normal form of a head changes if its loss receives fewer or other arguments."""
 
     def form(source):
-        found = normal_form.of_head(definition_in(source))
-        return None if found is None else normal_form.written(found)
+        found = normal_form.reduce_head(definition_in(source))
+        return None if found is None else normal_form.dump_tree(found)
 
-    source = text_of(transformers.LlamaForCausalLM.forward)
+    source = source_text(transformers.LlamaForCausalLM.forward)
     calls = source.replace("**kwargs)\n    return", "**kwargs)\n\n    return")
     assert old in calls
     assert form(calls) is not None and form(calls.replace(old, new)) != form(calls)
 
 
-@pytest.mark.usefixtures("new_look")
+@pytest.mark.usefixtures("clear_recognition")
 def test_code_that_cannot_be_read(monkeypatch):
     """Without source code no class is recognised, not even Llama's."""
 

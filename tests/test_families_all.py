@@ -52,8 +52,8 @@ SIZES = llama_models.SIZES | dict(
     topk_group=1,
     n_shared_experts=1,
 )
-WHOLE = os.environ.get("LIGER_EXT_MODELS") == "full"
-MODELS = sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if WHOLE or name in KNOWN)
+ALL_MODELS = os.environ.get("LIGER_EXT_MODELS") == "full"
+MODELS = sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if ALL_MODELS or name in KNOWN)
 
 
 def build(model_type: str) -> nn.Module:

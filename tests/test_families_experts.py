@@ -23,7 +23,7 @@ MODELS = ["mixtral", "deepseek_v3"]
 IMPLEMENTATIONS = ["eager", "grouped_mm", "batched_mm"]
 
 
-def experts_of(model):
+def experts_module(model):
     return next(module for module in model.modules() if type(module).__name__.endswith("Experts"))
 
 
@@ -49,7 +49,7 @@ def test_as_the_loop_over_experts(device, implementation, dtype, activation, ski
     for module in model.modules():
         if hasattr(module, "gate_up_proj"):
             module.act_fn = ACT2FN[activation]
-    stock, ours = experts_of(model), experts_of(patched(model))
+    stock, ours = experts_module(model), experts_module(patched(model))
     ours.config = copy.copy(stock.config)
     ours.config._experts_implementation = implementation
     ours._is_expert_parallel = skipped
@@ -91,12 +91,12 @@ def test_the_op_is_called(device, family):
 
 def test_an_activation_that_is_not_known(device):
     model = build("mixtral", device, hidden_act="relu")
-    assert type(experts_of(patched(model))) is type(experts_of(model))
+    assert type(experts_module(patched(model))) is type(experts_module(model))
     ours = patched(build("mixtral", device))
     set_experts(ours, "grouped_mm")
-    experts_of(ours).act_fn = nn.Tanh()  # set by the user after the patch
+    experts_module(ours).act_fn = nn.Tanh()  # set by the user after the patch
     stock = copy.deepcopy(ours)
-    experts_of(stock).__class__ = type(experts_of(model))
+    experts_module(stock).__class__ = type(experts_module(model))
     ids = tokens(2, 9, device=device)
     torch.testing.assert_close(ours(ids).logits, stock(ids).logits)
 
@@ -106,14 +106,14 @@ def test_an_activation_that_is_not_known(device):
 def test_other_gates(device, family, implementation, dtype):
     """Interleaved, clamped columns (GPT-OSS), and experts without a choice of implementation (Llama 4)."""
     model = build(family, device, dtype)
-    stock = experts_of(model)
+    stock = experts_module(model)
     for parameter in stock.parameters():
         nn.init.normal_(parameter, std=0.3)
     if implementation:
         stock.limit = 0.7  # some values are beyond it
         stock.config = copy.copy(stock.config)
         stock.config._experts_implementation = implementation
-    ours, exact = experts_of(patched(model)), copy.deepcopy(stock).double()
+    ours, exact = experts_module(patched(model)), copy.deepcopy(stock).double()
     if implementation:
         exact.config._experts_implementation = "eager"
     x = torch.randn(12, 64, device=device, dtype=dtype)
@@ -140,10 +140,10 @@ def test_other_gates(device, family, implementation, dtype):
 @pytest.mark.parametrize(
     "family, cls, attribute, value",
     [
-        ("gpt_oss", experts.GptOssExperts, "unit_of", classmethod(lambda *_: (swiglu, 1.0, 1.0))),
+        ("gpt_oss", experts.GptOssExperts, "activation_op", classmethod(lambda *_: (swiglu, 1.0, 1.0))),
         ("gpt_oss", experts.GptOssExperts, "_clamped", lambda self, gate, up: (gate, up + 1)),
         ("gpt_oss", experts.GptOssExperts, "_halves", experts.ClampedExperts.__dict__["_halves"]),
-        ("llama4_text", experts.BatchedExperts, "unit_of", classmethod(lambda *_: (geglu_packed, "tanh"))),
+        ("llama4_text", experts.BatchedExperts, "activation_op", classmethod(lambda *_: (geglu_packed, "tanh"))),
     ],
 )
 def test_a_wrong_entry_would_be_found(monkeypatch, family, cls, attribute, value):
@@ -159,7 +159,7 @@ GATES = """
 """
 
 
-def gate_of(name, implementation="eager", dtype=torch.float32, device="cpu", limit=0.7):
+def experts_instance(name, implementation="eager", dtype=torch.float32, device="cpu", limit=0.7):
     folder, _, cls = name.partition(".")
     path = f"transformers.models.{folder}"
     if importlib.util.find_spec(path) is None:
@@ -179,9 +179,9 @@ def gate_of(name, implementation="eager", dtype=torch.float32, device="cpu", lim
 @pytest.mark.parametrize("name", GATES.split())
 def test_gates_of_classes(device, name, implementation, dtype):
     """The gates of these classes call the op in every implementation, the loop over experts included."""
-    stock = gate_of(name, implementation, dtype, device)
+    stock = experts_instance(name, implementation, dtype, device)
     ours, exact = copy.deepcopy(stock), copy.deepcopy(stock).double()
-    ours.__class__ = patches.patch_of(type(stock))
+    ours.__class__ = patches.find_patch(type(stock))
     exact.config = copy.copy(stock.config) if hasattr(stock, "config") else None
     if exact.config is not None:
         exact.config._experts_implementation = "eager"  # the other implementations reject float64
@@ -201,13 +201,13 @@ def test_gates_with_another_activation(device):
     """Experts with another activation, or with another kind of clamp, run transformers' code."""
     x, index, weights = torch.randn(12, 64, device=device), tokens(12, 2, device=device) % 3, torch.rand(12, 2)
     for name in ("deepseek_v4.DeepseekV4Experts", "step3p7.Step3p7Experts"):
-        stock = gate_of(name, device=device)
+        stock = experts_instance(name, device=device)
         if name.startswith("step"):
             stock.limit = 0.7
         else:
             stock.act_fn = nn.Tanh()
         ours = copy.deepcopy(stock)
-        ours.__class__ = patches.patch_of(type(stock))
+        ours.__class__ = patches.find_patch(type(stock))
         with RecordCalls() as record:
             found = run(ours, x, index, weights.to(device))
         assert not record.names
@@ -221,25 +221,30 @@ _UNIT = classmethod(lambda *_: (swiglu, 1.1, 1))
 @pytest.mark.parametrize(
     "name, cls, attribute, value",
     [
-        ("beam.BeamExperts", experts.Experts, "unit_of", classmethod(lambda *_: (geglu_packed, "tanh"))),
-        ("deepseek_v4.DeepseekV4Experts", experts.ClampedExperts, "unit_of", _UNIT),
+        ("beam.BeamExperts", experts.Experts, "activation_op", classmethod(lambda *_: (geglu_packed, "tanh"))),
+        ("deepseek_v4.DeepseekV4Experts", experts.ClampedExperts, "activation_op", _UNIT),
         ("deepseek_v4.DeepseekV4Experts", experts.ClampedExperts, "_clamped", lambda self, *halves: halves),
-        ("glm5_next.Glm5NextTextExperts", experts.SiluExperts, "unit_of", _UNIT),
+        ("glm5_next.Glm5NextTextExperts", experts.SiluExperts, "activation_op", _UNIT),
         ("hy_v4.HYV4Experts", experts.SiluExperts, "_clamped", lambda self, *halves: halves),
-        ("minimax_m3_vl.MiniMaxM3VLExperts", experts.SteepExperts, "unit_of", _UNIT),
+        ("minimax_m3_vl.MiniMaxM3VLExperts", experts.SteepExperts, "activation_op", _UNIT),
         ("minimax_m3_vl.MiniMaxM3VLExperts", experts.SteepExperts, "_clamped", lambda self, *halves: halves),
-        ("openai_privacy_filter.OpenAIPrivacyFilterExperts", experts.SteepExperts, "unit_of", _UNIT),
+        ("openai_privacy_filter.OpenAIPrivacyFilterExperts", experts.SteepExperts, "activation_op", _UNIT),
         (
             "openai_privacy_filter.OpenAIPrivacyFilterExperts",
             experts.SteepExperts,
             "_halves",
             experts.GptOssExperts.__dict__["_halves"],
         ),
-        ("step3p7.Step3p7Experts", experts.Step3p7Experts, "unit_of", classmethod(lambda *_: (geglu_packed, "tanh"))),
+        (
+            "step3p7.Step3p7Experts",
+            experts.Step3p7Experts,
+            "activation_op",
+            classmethod(lambda *_: (geglu_packed, "tanh")),
+        ),
     ],
 )
 def test_a_wrong_gate_would_be_found(monkeypatch, name, cls, attribute, value):
-    gate_of(name)  # skips a missing class
+    experts_instance(name)  # skips a missing class
     monkeypatch.setattr(cls, attribute, value)
     with pytest.raises(AssertionError):
         test_gates_of_classes(torch.device("cpu"), name, "eager", torch.float32)
@@ -278,12 +283,12 @@ def test_compiled(device, implementation):
     expected = model(**batch).loss
     expected.backward()
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(experts_of(ours).down_proj.grad, experts_of(model).down_proj.grad)
+    torch.testing.assert_close(experts_module(ours).down_proj.grad, experts_module(model).down_proj.grad)
 
 
 def test_is_undone():
     model = build("qwen2_moe")
     before = [type(m) for m in model.modules()]
     with liger_ext.apply_liger_kernel_to_instance(model):
-        assert type(experts_of(model)) not in before
+        assert type(experts_module(model)) not in before
     assert [type(m) for m in model.modules()] == before

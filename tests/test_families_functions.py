@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 import liger_ext
 from liger_ext.models import auto
-from liger_ext.models.model_types import FAMILIES, FUNCTION_OF, folder_of
+from liger_ext.models.model_types import FAMILIES, FUNCTION_TYPES, model_folder
 from liger_ext.models.modules import norms
 
 # {positional arguments of a function of Liger-Kernel 0.8.5: names of the functions with these arguments}.
@@ -42,7 +42,9 @@ images_are_known = pytest.mark.skipif(TRANSFORMERS < (5, 21), reason="older tran
 def test_names_and_arguments():
     assert len(NAMES) == 42 and NAMES.keys() <= FAMILIES.keys()
     assert len(NAMES.keys() | {*PARTS.split(), "qwen3_vl_text"}) == 50
-    assert NAMES.keys() | {*PARTS.split(), "qwen3_vl_text"} <= FUNCTION_OF.keys() == set(auto.supported_model_types())
+    assert (
+        NAMES.keys() | {*PARTS.split(), "qwen3_vl_text"} <= FUNCTION_TYPES.keys() == set(auto.supported_model_types())
+    )
     everything = inspect.signature(liger_ext.apply_liger_kernel_to_llama).parameters.keys() - {"swiglu"}
     for name, arguments in NAMES.items():
         function = getattr(liger_ext, f"apply_liger_kernel_to_{name}")
@@ -59,17 +61,17 @@ def test_names_and_arguments():
         }
 
 
-@pytest.mark.parametrize("model_type", [t for t in FUNCTION_OF if t not in ("qwen3_5_text", "llama4_text")])
+@pytest.mark.parametrize("model_type", [t for t in FUNCTION_TYPES if t not in ("qwen3_5_text", "llama4_text")])
 def test_can_be_called(model_type):
     """Every model type can be patched if transformers has its family; a part of a model by the function of the
     whole."""
-    folder = folder_of(FUNCTION_OF[model_type])
+    folder = model_folder(FUNCTION_TYPES[model_type])
     if importlib.util.find_spec(f"transformers.models.{folder}") is None:
         with pytest.raises(ImportError, match=f"no transformers.models.{folder}.modeling_{folder}; upgrade"):
             liger_ext.apply_liger_kernel(model_type)
     else:
         liger_ext.apply_liger_kernel(model_type, rope=False, rms_norm=False).revert()
-        with pytest.raises(ValueError, match=f"holds no {FUNCTION_OF[model_type]} model"):
+        with pytest.raises(ValueError, match=f"holds no {FUNCTION_TYPES[model_type]} model"):
             auto._patch(model_type, {"model": nn.Linear(2, 2)}, auto.patch_function)
 
 

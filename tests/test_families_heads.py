@@ -21,7 +21,7 @@ from family_models import build as build_family
 from llama_models import (
     TRANSFORMERS,
     assert_as_good,
-    batch_of,
+    make_batch,
     one_thread,  # noqa: F401
     randomised,
     step,
@@ -36,8 +36,8 @@ from liger_ext.models.modules import causal_lm
 
 pytestmark = pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="older transformers have other code")
 SIZES = dict(vocab_size=1000, initializer_range=0.15, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-OF_GPT2 = dict(n_embd=64, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
-OF_GPT_NEOX = dict(
+GPT2_SIZES = dict(n_embd=64, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+GPT_NEOX_SIZES = dict(
     hidden_size=64,
     num_hidden_layers=2,
     num_attention_heads=4,
@@ -46,7 +46,7 @@ OF_GPT_NEOX = dict(
     hidden_dropout=0.0,
     attention_dropout=0.0,
 )
-OF_MAMBA = dict(hidden_size=64, num_hidden_layers=2, state_size=8, rescale_prenorm_residual=False)
+MAMBA_SIZES = dict(hidden_size=64, num_hidden_layers=2, state_size=8, rescale_prenorm_residual=False)
 # Options by config.model_type, of models that only this file tests.
 BUILT = {
     "beam": LATENT
@@ -54,8 +54,8 @@ BUILT = {
     | dict(num_experts=6, final_logit_softcapping=5.0, sliding_window=6, head_dim=16, num_attention_heads=4)
     | dict(hidden_size=64, intermediate_size=96, max_position_embeddings=64, num_key_value_heads=2),
     "bloom": dict(hidden_size=64, n_layer=2, n_head=4, hidden_dropout=0.0, attention_dropout=0.0),
-    "codegen": OF_GPT2 | dict(rotary_dim=8, n_ctx=64),
-    "ctrl": OF_GPT2 | dict(dff=96),
+    "codegen": GPT2_SIZES | dict(rotary_dim=8, n_ctx=64),
+    "ctrl": GPT2_SIZES | dict(dff=96),
     "dbrx": dict(
         d_model=64,
         n_heads=4,
@@ -65,13 +65,14 @@ BUILT = {
         ffn_config=dict(ffn_hidden_size=48, moe_num_experts=4, moe_top_k=2, moe_loss_weight=0.5),
         output_router_logits=True,
     ),
-    "falcon": OF_GPT_NEOX | dict(num_kv_heads=2, new_decoder_architecture=True),
-    "falcon_mamba": OF_MAMBA,
-    "gpt2": OF_GPT2,
-    "gpt_bigcode": OF_GPT2,
-    "gpt_neo": OF_GPT_NEOX | dict(num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=6),
-    "gpt_neox": OF_GPT_NEOX,
-    "gptj": OF_GPT2 | dict(rotary_dim=8),
+    "falcon": GPT_NEOX_SIZES | dict(num_kv_heads=2, new_decoder_architecture=True),
+    "falcon_mamba": MAMBA_SIZES,
+    "gpt2": GPT2_SIZES,
+    "gpt_bigcode": GPT2_SIZES,
+    "gpt_neo": GPT_NEOX_SIZES
+    | dict(num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=6),
+    "gpt_neox": GPT_NEOX_SIZES,
+    "gptj": GPT2_SIZES | dict(rotary_dim=8),
     "hy_v3": dict(
         num_experts=4,
         num_experts_per_tok=2,
@@ -88,11 +89,11 @@ BUILT = {
     | ROUTED
     | INDEXED
     | dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, max_position_embeddings=64, hc_mult=2),
-    "mamba": OF_MAMBA,
-    "mamba2": OF_MAMBA | dict(head_dim=16, num_heads=8, n_groups=2, chunk_size=8),
+    "mamba": MAMBA_SIZES,
+    "mamba2": MAMBA_SIZES | dict(head_dim=16, num_heads=8, n_groups=2, chunk_size=8),
     "mpt": dict(d_model=64, n_layers=2, n_heads=4, max_seq_len=64, expansion_ratio=2),
-    "openai-gpt": OF_GPT2 | dict(afn="gelu"),
-    "opt": OF_GPT_NEOX | dict(ffn_dim=96, word_embed_proj_dim=64, dropout=0.0),
+    "openai-gpt": GPT2_SIZES | dict(afn="gelu"),
+    "opt": GPT_NEOX_SIZES | dict(ffn_dim=96, word_embed_proj_dim=64, dropout=0.0),
     "recurrent_gemma": dict(
         hidden_size=64,
         num_hidden_layers=3,
@@ -103,15 +104,15 @@ BUILT = {
         logits_soft_cap=5.0,
     ),
 }
-OF_LAYERS = "afmoe", "bamba", "granitemoe", "hyperclovax", "jetmoe", "minicpm3"  # options: `family_models.LAYERS`
-MODELS = (*BUILT, *OF_LAYERS)
+LAYER_FAMILIES = "afmoe", "bamba", "granitemoe", "hyperclovax", "jetmoe", "minicpm3"  # options: `family_models.LAYERS`
+MODELS = (*BUILT, *LAYER_FAMILIES)
 WITHOUT_CACHE = "ctrl", "openai-gpt"
 IN_FLOAT = "bamba", "falcon_mamba", "mamba", "mamba2"  # a float64 copy still computes in fp32, so it is no reference
-OF_FEW_NUMBERS = ("hy_v4",)  # has parameters of at most 24 numbers: see `steps`
+SMALL_PARAMETERS = ("hy_v4",)  # has parameters of at most 24 numbers: see `steps`
 
 
-def made(model_type, device="cpu", dtype=torch.float32, **options):
-    if model_type in OF_LAYERS:
+def build_model(model_type, device="cpu", dtype=torch.float32, **options):
+    if model_type in LAYER_FAMILIES:
         experts = all_experts(model_type) if dtype is torch.bfloat16 else {}
         return build_family(model_type, device, dtype, **experts, **options)
     torch.manual_seed(0)
@@ -124,8 +125,8 @@ def made(model_type, device="cpu", dtype=torch.float32, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("model_type", MODELS)
 def test_equals_stock(device, model_type, dtype):
-    model = made(model_type, device, dtype)
-    batches = [batch_of(device, seed=seed) for seed in range(1, 9 if model_type in OF_FEW_NUMBERS else 2)]
+    model = build_model(model_type, device, dtype)
+    batches = [make_batch(device, seed=seed) for seed in range(1, 9 if model_type in SMALL_PARAMETERS else 2)]
     if dtype is torch.bfloat16:
         freeze_few(model)
     ours, reference = patched(model), copy.deepcopy(model).double()
@@ -145,8 +146,8 @@ def assert_close(found, expected):
 @pytest.mark.parametrize("model_type", MODELS)
 def test_logits_and_what_else_is_returned(device, model_type):
     """Logits and all other outputs equal transformers', dtypes included: with and without labels, and as a tuple."""
-    model = made(model_type, device)
-    ours, batch = patched(model), batch_of(device)
+    model = build_model(model_type, device)
+    ours, batch = patched(model), make_batch(device)
     options = dict(output_hidden_states=True, use_cache=True)
     for given in (batch, {"input_ids": batch["input_ids"]}):
         found, expected = ours(**given, **options, skip_logits=False), model(**given, **options)
@@ -167,7 +168,7 @@ def test_logits_and_what_else_is_returned(device, model_type):
 def test_arguments_by_their_place(device, model_type):
     """Positional arguments reach their parameters. return_dict is one of them, except for GPT-J from transformers 5.24
     on."""
-    model, batch = made(model_type, device), batch_of(device)
+    model, batch = build_model(model_type, device), make_batch(device)
     parameters = inspect.signature(model.forward).parameters
     given = {name: batch.get(name, p.default) for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
     options = dict(return_dict=False, use_cache=False)
@@ -178,19 +179,19 @@ def test_arguments_by_their_place(device, model_type):
     torch.testing.assert_close(found[0], expected[0])
 
 
-@pytest.mark.parametrize("given", [None, True, False])
+@pytest.mark.parametrize("output_router_logits", [None, True, False])
 @pytest.mark.parametrize("model_type", ["afmoe", "dbrx", "granitemoe", "jetmoe"])
-def test_what_the_routers_say(device, model_type, given):
+def test_what_the_routers_say(device, model_type, output_router_logits):
     """All models but the first add the loss that balances the experts' load."""
-    model, batch = made(model_type, device), batch_of(device)
+    model, batch = build_model(model_type, device), make_batch(device)
     for name in ("router_aux_loss_coef", "aux_loss_coef"):
         if hasattr(model, name):
             setattr(model, name, 0.5)
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     batch["attention_mask"][2, 8:] = 0
-    expected = model(**batch, output_router_logits=given)
+    expected = model(**batch, output_router_logits=output_router_logits)
     for skip in (True, False):
-        found = patched(model)(**batch, output_router_logits=given, skip_logits=skip)
+        found = patched(model)(**batch, output_router_logits=output_router_logits, skip_logits=skip)
         torch.testing.assert_close(found.loss, expected.loss)
         for a, b in zip(found.router_logits or (), expected.router_logits or (), strict=True):
             assert_close(a, b)
@@ -210,7 +211,7 @@ def test_another_factor_of_the_routers_would_be_found(monkeypatch, model_type):
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_generates_the_same(device, model_type):
-    model, ids = made(model_type, device).eval(), tokens(2, 9, device=device)
+    model, ids = build_model(model_type, device).eval(), tokens(2, 9, device=device)
     model.config.output_router_logits = False
     options = dict(max_new_tokens=8, do_sample=False, eos_token_id=None, use_cache=model_type not in WITHOUT_CACHE)
     assert torch.equal(patched(model).generate(ids, **options), model.generate(ids, **options))
@@ -218,7 +219,7 @@ def test_generates_the_same(device, model_type):
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_is_undone(model_type):
-    model = made(model_type)
+    model = build_model(model_type)
     before = [type(m) for m in model.modules()]
     with liger_ext.apply_liger_kernel_to_instance(model):
         assert type(model) is not before[0]
@@ -229,7 +230,7 @@ def test_is_undone(model_type):
 @pytest.mark.parametrize("model_type", ["bloom", "gpt_neox", "mamba", "opt"])
 def test_compiled(device, model_type):
     torch._dynamo.reset()
-    model, batch = made(model_type, device), batch_of(device)
+    model, batch = build_model(model_type, device), make_batch(device)
     compiled = torch.compile(lambda m, **b: m(**b), backend="aot_eager", fullgraph=True)
     with sdpa_kernel(SDPBackend.MATH):  # else graph and eager code select different attention kernels
         assert_same(step(patched(model), batch, compiled), step(model, batch))
@@ -237,8 +238,8 @@ def test_compiled(device, model_type):
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_pickled(model_type):
-    model = patched(made(model_type))
-    loaded, batch = pickle.loads(pickle.dumps(model)), batch_of("cpu")
+    model = patched(build_model(model_type))
+    loaded, batch = pickle.loads(pickle.dumps(model)), make_batch("cpu")
     assert [type(m) for m in loaded.modules()] == [type(m) for m in model.modules()]
     found, expected = (m(**batch) for m in (loaded, model))
     torch.testing.assert_close(found.loss, expected.loss, rtol=0, atol=0)
@@ -247,17 +248,17 @@ def test_pickled(model_type):
 
 def test_a_loss_of_all_logits(device):
     """Bamba's loss with a z-loss coefficient has a term of all logits, so the head computes logits."""
-    model = made("bamba", device, z_loss_coefficient=0.5)
-    ours, batch = patched(model), batch_of(device)
+    model = build_model("bamba", device, z_loss_coefficient=0.5)
+    ours, batch = patched(model), make_batch(device)
     found, expected = step(ours, batch), step(model, batch)
-    assert "logits" in found and expected["loss"] > step(made("bamba", device), batch)["loss"] + 1
+    assert "logits" in found and expected["loss"] > step(build_model("bamba", device), batch)["loss"] + 1
     assert_same(found, expected)
 
 
 def test_what_a_model_does_not_take_it_does_not_get(device):
     """Arguments that the model does not accept reach only the loss, as in transformers' head of BLOOM."""
-    model = made("bloom", device)
-    batch = batch_of(device) | dict(num_items_in_batch=7, of_the_users_own=None)
+    model = build_model("bloom", device)
+    batch = make_batch(device) | dict(num_items_in_batch=7, of_the_users_own=None)
     torch.testing.assert_close(patched(model)(**batch).loss, model(**batch).loss)
 
 

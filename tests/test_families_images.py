@@ -60,8 +60,8 @@ TEXT = SIZES | dict(
 )
 # Configurations of language models that are passed at construction, because other values are derived from them or they
 # cannot change later.
-GIVEN = {}
-GIVEN["ernie4_5_vl_moe"] = SIZES | dict(
+PASSED_CONFIGS = {}
+PASSED_CONFIGS["ernie4_5_vl_moe"] = SIZES | dict(
     moe_num_experts=4,
     moe_k=2,
     moe_intermediate_size=[32, 24],
@@ -69,7 +69,7 @@ GIVEN["ernie4_5_vl_moe"] = SIZES | dict(
     router_aux_loss_coef=0.5,
     rope_parameters=ROPE | dict(mrope_section=[3, 3, 2]),
 )
-GIVEN["gemma4"] = SIZES | dict(
+PASSED_CONFIGS["gemma4"] = SIZES | dict(
     head_dim=16,
     global_head_dim=16,
     hidden_size_per_layer_input=8,
@@ -78,10 +78,10 @@ GIVEN["gemma4"] = SIZES | dict(
     sliding_window=6,
     layer_types=["sliding_attention", "full_attention"],
 )
-GIVEN["llama4"] = SIZES | dict(
+PASSED_CONFIGS["llama4"] = SIZES | dict(
     head_dim=16, num_local_experts=4, intermediate_size_mlp=96, interleave_moe_layer_step=2, attention_chunk_size=32
 )
-GIVEN["mistral_large4"] = SIZES | LATENT | ROUTED | INDEXED | dict(final_logit_softcapping=5.0, head_dim=24)
+PASSED_CONFIGS["mistral_large4"] = SIZES | LATENT | ROUTED | INDEXED | dict(final_logit_softcapping=5.0, head_dim=24)
 _NAMES = """
     ernie4_5_vl_moe gemma3 gemma4 glm4v glm4v_moe hunyuan_vl idefics3 internvl llama4 llava llava_next mistral3
     mistral_large4 mllama paligemma qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_5 qwen3_omni_moe_thinker qwen3_vl
@@ -101,9 +101,11 @@ def fill(config, values):
 
 
 def build(model_type, device="cpu"):
-    config = AutoConfig.for_model(model_type, **({"text_config": GIVEN[model_type]} if model_type in GIVEN else {}))
+    config = AutoConfig.for_model(
+        model_type, **({"text_config": PASSED_CONFIGS[model_type]} if model_type in PASSED_CONFIGS else {})
+    )
     of_each_type = "full_attention" in (config.text_config.rope_parameters or {})  # not overwritten
-    if model_type not in GIVEN:
+    if model_type not in PASSED_CONFIGS:
         fill(config.text_config, {k: v for k, v in TEXT.items() if k != "rope_parameters" or not of_each_type})
     if config.text_config.pad_token_id is None:
         config.text_config.pad_token_id = 0
@@ -201,7 +203,7 @@ def test_options_of_the_loss(device):
 @pytest.mark.parametrize("model_type", ["ernie4_5_vl_moe", "qwen3_vl_moe", "glm4v_moe", "qwen3_omni_moe_thinker"])
 def test_the_experts_balance(device, model_type):
     """The added balance loss matters: with another factor `test_text_as_stock` fails."""
-    cls = causal_lm.OmniMoeCausalLM if "omni" in model_type else causal_lm.MoeOfTextCausalLM
+    cls = causal_lm.OmniMoeCausalLM if "omni" in model_type else causal_lm.TextMoeCausalLM
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cls, "_balance", lambda self: (4, 2, 0.1))
         with pytest.raises(AssertionError):
@@ -292,7 +294,7 @@ def test_mllama_without_images(device, dtype):
     [
         ("mllama.MllamaForCausalLM", "LOGITS", None),
         (causal_lm.CausalLM, "liger_logits", lambda self: (0.5, None)),
-        (decoder.DecoderLayer, "_of_attention", lambda self, x: 0.5 * x),
+        (decoder.DecoderLayer, "_attention_summand", lambda self, x: 0.5 * x),
     ],
 )
 def test_a_wrong_entry_of_mllama_would_be_found(monkeypatch, cls, name, value):

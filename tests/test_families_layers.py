@@ -13,8 +13,8 @@ from llama_models import (  # noqa: F401
     SIZES,
     TRANSFORMERS,
     assert_as_good,
-    batch_of,
     checkpoint_layers,
+    make_batch,
     one_thread,
     randomised,
     step,
@@ -51,11 +51,11 @@ MODELS |= {family: (family, {}) for family in LAYERS} | {
 WITHOUT_SUM = {"olmo_hybrid": 1}  # number of layers that normalise the summand, not the sum
 # A float64 copy of these still computes in fp32, so it is no reference.
 IN_FLOAT = [name for name, (family, _) in MODELS.items() if family in ("falcon_h1", *RECURRENT)]
-OF_ONE_NUMBER = ("apertus",)  # has parameters of one number: see `steps`
+SCALAR_PARAMETERS = ("apertus",)  # has parameters of one number: see `steps`
 each = pytest.mark.parametrize("name", MODELS)
 
 
-def made(name, device, dtype=torch.float32):
+def build_model(name, device, dtype=torch.float32):
     family, options = MODELS[name]
     if family in LAYERS and dtype is torch.bfloat16:
         options = {**all_experts(family), **options}
@@ -71,8 +71,8 @@ def made(name, device, dtype=torch.float32):
 @each
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_equals_stock(device, name, dtype):
-    model = made(name, device, dtype)
-    batches = [batch_of(device, seed=seed) for seed in range(1, 9 if name in OF_ONE_NUMBER else 2)]
+    model = build_model(name, device, dtype)
+    batches = [make_batch(device, seed=seed) for seed in range(1, 9 if name in SCALAR_PARAMETERS else 2)]
     ours, reference = patched(model), copy.deepcopy(model).double()
     for m in (model, ours):
         set_experts(m, "grouped_mm")
@@ -87,7 +87,7 @@ def test_equals_stock(device, name, dtype):
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name.startswith("gemma4")])
 def test_norms_in_another_dtype(device, name):
-    model, batch = made(name, device, torch.bfloat16), batch_of(device)
+    model, batch = build_model(name, device, torch.bfloat16), make_batch(device)
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.float()
@@ -96,7 +96,7 @@ def test_norms_in_another_dtype(device, name):
 
 def test_llama4_runs_in_nodes(device):
     """Llama 4's norms form one autograd node with the projections that read them, as in Llama."""
-    model, batch = made("llama4 without experts", device), batch_of(device)
+    model, batch = build_model("llama4 without experts", device), make_batch(device)
     ours = patched(model)
     loss = ours(**batch).loss
     names, waiting = [], [loss.grad_fn]
@@ -112,15 +112,15 @@ def test_llama4_runs_in_nodes(device):
 
 
 def _without_experts(self, x, residual):
-    return layers.SandwichLayer._of_mlp(self, x, residual)
+    return layers.SandwichLayer._mlp_summand(self, x, residual)
 
 
 WRONG = [
-    ("gemma4 with experts", layers.Gemma4Layer, "_of_mlp", _without_experts),
+    ("gemma4 with experts", layers.Gemma4Layer, "_mlp_summand", _without_experts),
     ("gemma4 without inputs of layers", layers.Gemma4Layer, "_results", lambda self, x, *_: x),
     ("gemma4 of another activation", "gemma4.Gemma4TextDecoderLayer", "NORM", "post_attention_layernorm"),
-    ("llama4 of experts", decoder.DecoderLayer, "_of_mlp", lambda self, x, residual: x[0].view_as(residual) * 0.9),
-    ("falcon_h1 with factors", layers.FalconH1Layer, "_of_attention", lambda self, x: 0.9 * x),
+    ("llama4 of experts", decoder.DecoderLayer, "_mlp_summand", lambda self, x, residual: x[0].view_as(residual) * 0.9),
+    ("falcon_h1 with factors", layers.FalconH1Layer, "_attention_summand", lambda self, x: 0.9 * x),
     ("afmoe", "afmoe.AfmoeDecoderLayer", "NORM", "post_attention_layernorm"),
     ("afmoe", "afmoe.AfmoeDecoderLayer", "AFTER_FEED_FORWARD", "pre_mlp_layernorm"),
     ("apertus", "apertus.ApertusDecoderLayer", "INPUT_NORM", "feedforward_layernorm"),
@@ -129,13 +129,13 @@ WRONG = [
     ("bamba", layers.BambaLayer, "_recur", lambda self, x, _: 0.9 * self.mamba(hidden_states=x)),
     ("bamba", "bamba.BambaDecoderLayer", "NORM", "input_layernorm"),
     ("glm_moe_dsa", layers.IndexedLayer, "_results", lambda self, x, *_: (0.9 * x, None)),
-    ("granitemoe", layers.ScaledLayer, "_of_mlp", decoder.DecoderLayer._of_mlp),
+    ("granitemoe", layers.ScaledLayer, "_mlp_summand", decoder.DecoderLayer._mlp_summand),
     ("granitemoe_swa", layers.GraniteMoeSharedLayer, "_feed_forward", decoder.DecoderLayer._feed_forward),
     ("granitemoeshared", layers.GraniteMoeSharedLayer, "_feed_forward", decoder.DecoderLayer._feed_forward),
     ("granitemoehybrid", layers.GraniteMoeHybridLayer, "_feed_forward", decoder.DecoderLayer._feed_forward),
-    ("granitemoehybrid", layers.GraniteMoeHybridLayer, "_of_attention", decoder.DecoderLayer._of_attention),
-    ("hyperclovax", layers.HyperCLOVAXLayer, "_of_attention", layers.ScaledLayer._of_attention),
-    ("hyperclovax", layers.HyperCLOVAXLayer, "_of_mlp", layers.ScaledLayer._of_mlp),
+    ("granitemoehybrid", layers.GraniteMoeHybridLayer, "_attention_summand", decoder.DecoderLayer._attention_summand),
+    ("hyperclovax", layers.HyperCLOVAXLayer, "_attention_summand", layers.ScaledLayer._attention_summand),
+    ("hyperclovax", layers.HyperCLOVAXLayer, "_mlp_summand", layers.ScaledLayer._mlp_summand),
     ("jamba", "jamba.JambaAttentionDecoderLayer", "NORM", "input_layernorm"),
     ("jamba", layers.OnlyRecurrentLayer, "_recur", lambda self, x, _: 0.9 * self.mamba(hidden_states=x)),
     ("jetmoe", "jetmoe.JetMoeDecoderLayer", "INPUT_NORM", "post_attention_layernorm"),
@@ -143,7 +143,7 @@ WRONG = [
     ("lfm2", layers.Lfm2Layer, "_recur", lambda self, x, _: 0.9 * self.conv(hidden_states=x)),
     ("lfm2", "lfm2.Lfm2DecoderLayer", "INPUT_NORM", "ffn_norm"),
     ("lfm3", "lfm3.Lfm3DecoderLayer", "AFTER_FEED_FORWARD", "ffn_norm"),
-    ("minicpm3", layers.ScaledLayer, "_of_attention", decoder.DecoderLayer._of_attention),
+    ("minicpm3", layers.ScaledLayer, "_attention_summand", decoder.DecoderLayer._attention_summand),
     ("olmo_hybrid", layers.OnlyRecurrentLayer, "_recur", lambda self, x, _: 0.9 * self.linear_attn(x)),
     ("vaultgemma", "vaultgemma.VaultGemmaDecoderLayer", "NORM", "input_layernorm"),
 ]
@@ -167,7 +167,7 @@ def test_the_rest_of_a_layer(device, family):
 @pytest.mark.parametrize("family", [family for family in LAYERS if family != "jetmoe"])  # jetmoe cannot
 @pytest.mark.parametrize("memory", ["auto", "low"])
 def test_checkpointed(device, family, memory):
-    model, batch = build(family, device), batch_of(device)
+    model, batch = build(family, device), make_batch(device)
     ours = patched(model, memory=memory)
     for m in (model, ours):
         set_experts(m, "grouped_mm")
@@ -179,7 +179,7 @@ def test_checkpointed(device, family, memory):
 @pytest.mark.parametrize("family", ["afmoe", "granitemoeshared", "lfm2", "minicpm3", "vaultgemma"])
 def test_compiled(device, family):
     torch._dynamo.reset()
-    model, batch = build(family, device, num_hidden_layers=2), batch_of(device)
+    model, batch = build(family, device, num_hidden_layers=2), make_batch(device)
     ours = patched(model)
     for m in (model, ours):
         set_experts(m, "grouped_mm")
@@ -195,7 +195,7 @@ def test_compiled(device, family):
 def test_nothing_is_said_of_layers_in_which_nothing_can_be_fused(name):
     folder, _, prefix = name.partition(".")
     cls = getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), f"{prefix}DecoderLayer")
-    assert patches.patch_of(cls) is None and patches.is_left_alone(cls)
+    assert patches.find_patch(cls) is None and patches.is_left_alone(cls)
 
 
 def test_nothing_is_said_of_what_transformers_runs_without_a_gradient():
@@ -230,7 +230,7 @@ def test_one_dropout_for_both_results(device):
     stock = randomised(module.Emu3ForCausalLM(config)).to(device).train()
     for layer in stock.model.layers:
         layer.dropout.p = 0.3
-    ours, batch = patched(stock), batch_of(device)
+    ours, batch = patched(stock), make_batch(device)
     assert all(type(layer).__bases__[0] is layers.SandwichLayer for layer in ours.model.layers)
     found = []
     for model in (ours, stock):

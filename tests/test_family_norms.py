@@ -12,7 +12,7 @@ from llama_models import distance, one_thread, rounding  # noqa: F401
 from torch import nn
 
 from liger_ext.models.modules import norms
-from liger_ext.models.patches import patch_of
+from liger_ext.models.patches import find_patch
 
 SIZE = 48
 CONFIG = SimpleNamespace(hidden_size=SIZE, eps=1e-3)
@@ -33,7 +33,7 @@ CLASSES = {  # {module.class: arguments of the constructor}
 }
 
 
-def made(name):
+def build_norm(name):
     folder, _, cls = name.partition(".")
     path = f"transformers.models.{folder}"
     if importlib.util.find_spec(path) is None:
@@ -57,10 +57,10 @@ def results(norm, x):
 @pytest.mark.parametrize("dtypes", ["fp32", "bf16", "fp32 weight", "bf16 weight"])
 @pytest.mark.parametrize("name", CLASSES)
 def test_equals_stock(device, name, dtypes):
-    stock = made(name).to(device, torch.bfloat16 if dtypes in ("bf16", "bf16 weight") else torch.float32)
+    stock = build_norm(name).to(device, torch.bfloat16 if dtypes in ("bf16", "bf16 weight") else torch.float32)
     dtype = torch.bfloat16 if dtypes in ("bf16", "fp32 weight") else torch.float32
     ours, exact = copy.deepcopy(stock), copy.deepcopy(stock).double()  # float64 except for casts to fp32 in its code
-    ours.__class__ = patch_of(type(stock))
+    ours.__class__ = find_patch(type(stock))
     for shape in ((2, 5, SIZE), (7, SIZE)):
         x = (0.1 * normal(*shape, seed=1)).to(device, dtype)  # the mean square is near eps
         with RecordCalls() as record:
@@ -73,9 +73,9 @@ def test_equals_stock(device, name, dtypes):
 
 @pytest.mark.parametrize("name", [name for name in CLASSES if "Unweighted" not in name])  # these round once more
 def test_rounds_where_stock_does(device, name):
-    stock = made(name).to(device, torch.bfloat16)
+    stock = build_norm(name).to(device, torch.bfloat16)
     ours = copy.deepcopy(stock)
-    ours.__class__ = patch_of(type(stock))
+    ours.__class__ = find_patch(type(stock))
     x = normal(50, SIZE, seed=1).to(device, torch.bfloat16)
     assert (ours(x) != stock(x)).float().mean() < 0.01  # differences by the order of an fp32 sum
 
@@ -97,7 +97,7 @@ def test_rounds_where_stock_does(device, name):
     ],
 )
 def test_a_wrong_entry_would_be_found(monkeypatch, name, cls, attribute, value):
-    made(name)  # skips a missing class
+    build_norm(name)  # skips a missing class
     monkeypatch.setattr(cls, attribute, value)
     with pytest.raises(AssertionError):
         test_equals_stock(torch.device("cpu"), name, "fp32")
@@ -112,7 +112,7 @@ def test_a_wrong_entry_would_be_found(monkeypatch, name, cls, attribute, value):
     ],
 )
 def test_another_rounding_would_be_found(monkeypatch, name, kind, instead):
-    patch = patch_of(type(made(name)))
+    patch = find_patch(type(build_norm(name)))
     assert kind in patch.__mro__
     for attribute in ("liger_arguments", "_normalise", "CASTING"):
         value = getattr(instead, attribute)

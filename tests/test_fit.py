@@ -53,7 +53,7 @@ CPU = Machine("2.13.0+cpu", None, None)
     ],
 )  # fmt: skip
 def test_misfit(libraries, machine, architecture, words):
-    reason = _fit.misfit(libraries, "0.1.0", machine, architecture)
+    reason = _fit.misfit_reason(libraries, "0.1.0", machine, architecture)
     assert reason is None if words is None else words in reason, reason
 
 

@@ -10,11 +10,11 @@ from dataclasses import replace
 import instances
 import pytest
 import torch
-from cases import leaves_of, losses_of, told
-from gpu_paths import arguments, size_of
+from cases import differentiable_outputs, library_lines, tensor_leaves
+from gpu_paths import arguments, call_size
 
 from liger_ext import _C, _devices, _tuned
-from liger_ext.records import RECORDS, Make
+from liger_ext.records import RECORDS, InputFactory
 from liger_ext.testing import OPS, forced_plans, judge
 from liger_ext.tune import Case
 
@@ -64,7 +64,7 @@ def test_results_with_other_plans(op, device, dtype, knobs):
 
 OTHER = {"threads": 64, "block": 256}
 CASES = {
-    op: Case(op, size_of(op, 9, 64 if any(record.llama.heads) else 512))
+    op: Case(op, call_size(op, 9, 64 if any(record.llama.heads) else 512))
     for op, record in RECORDS.items()
     if record.kernels == op
 }
@@ -72,15 +72,15 @@ CASES = {
 
 def launched():
     """Returns (kernel instance, blocks, threads, shared memory) of each launch since the last call."""
-    lines = [line.split(" ", 3) for line in told("liger_ext_host_launched")]
-    return [(instances.key_of(name), *map(int, numbers)) for *numbers, name in lines]
+    lines = [line.split(" ", 3) for line in library_lines("liger_ext_host_launched")]
+    return [(instances.instance_key(name), *map(int, numbers)) for *numbers, name in lines]
 
 
 def run(op, options=None):
-    made = RECORDS[op].inputs(Make(torch.bfloat16), CASES[op].size) | (options or {})
+    made = RECORDS[op].inputs(InputFactory(torch.bfloat16), CASES[op].size) | (options or {})
     launched()
-    outputs = losses_of(OPS[op].run(**made))
-    torch.autograd.grad([t.float().sum() for t in outputs], leaves_of(made))
+    outputs = differentiable_outputs(OPS[op].run(**made))
+    torch.autograd.grad([t.float().sum() for t in outputs], tensor_leaves(made))
     return launched()
 
 

@@ -15,7 +15,7 @@ from liger_ext import _C
 from liger_ext import functional as F
 from liger_ext.ops._checks import REDUCTIONS
 from liger_ext.ops._fused_linear_op import LossArguments
-from liger_ext.ops._loss_devices import device_of
+from liger_ext.ops._loss_devices import device_index
 from liger_ext.ops._loss_plan import SMALLEST, Call, Plan, plan
 from liger_ext.testing import judge
 
@@ -82,7 +82,7 @@ def test_every_way_to_the_gradients(device, dtype, memory, reduction):
 
 def test_the_chunks_of_these_tests_are_several():
     for dtype in LOW:
-        call = Call(ROWS, 24, 50, dtype, dtype, dtype, device_of(torch.device("cpu")))
+        call = Call(ROWS, 24, 50, dtype, dtype, dtype, device_index(torch.device("cpu")))
         assert plan(call, CHUNKS).rows == 128 < ROWS <= plan(call, ONE_CHUNK).rows
 
 
@@ -104,7 +104,7 @@ def test_frozen_inputs(device, needs, memory, reduction):
     judge_fused({**inputs, "memory": memory, "reduction": reduction})
 
     gradients = dict(zip(("dx", "dweight", "dbias"), needs, strict=True))
-    call = Call(ROWS, 24, 50, *[torch.float32] * 3, device_of(device), per_row=reduction == "none", **gradients)
+    call = Call(ROWS, 24, 50, *[torch.float32] * 3, device_index(device), per_row=reduction == "none", **gradients)
     way = plan(call, memory)
     flat = {name: inputs[name].detach() for name in (*names, "target")}
     of = LossArguments(

@@ -8,19 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cross_entropy import loss_options
 from test_fused_linear_cross_entropy import head
-from test_fused_loss_memory import leaves, loss_of, overlaid
+from test_fused_loss_memory import fused_loss, leaves, overlaid
 
 from liger_ext import _C
 from liger_ext import functional as F
 from liger_ext.ops import _fused_loss, _loss_devices, _loss_plan
-from liger_ext.ops._loss_devices import device_with
+from liger_ext.ops._loss_devices import profile_index
 from liger_ext.ops._loss_plan import LEVELS, SMALLEST, Call, choose, front
 
-GPUS = [device_with(profile) for profile in _C.profiles()]
-CPU = _loss_devices.device_of(torch.device("cpu"))
+GPUS = [profile_index(profile) for profile in _C.profiles()]
+CPU = _loss_devices.device_index(torch.device("cpu"))
 float_dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 
-calls_of_any_size = st.builds(
+any_calls = st.builds(
     Call,
     rows=st.one_of(st.integers(1, 400), st.integers(1, 200_000)),
     hidden=st.one_of(st.integers(1, 300), st.integers(256, 8192)),
@@ -51,7 +51,7 @@ calls_of_any_size = st.builds(
 
 
 @settings(max_examples=300)
-@given(call=calls_of_any_size, budgets=st.lists(st.floats(1, 30), min_size=1, max_size=6))
+@given(call=any_calls, budgets=st.lists(st.floats(1, 30), min_size=1, max_size=6))
 def test_what_levels_and_budgets_choose(call, budgets):
     """No level is both slower and larger than another level or a budget. More memory never takes more time. Budgets are
     kept. Each level selects the plan with the least memory within its share of the least time."""
@@ -84,7 +84,7 @@ def test_what_levels_and_budgets_choose(call, budgets):
 
 
 @settings(max_examples=100)
-@given(call=calls_of_any_size)
+@given(call=any_calls)
 def test_the_front_is_that_of_all_candidates(call):
     """The front contains the best of all candidates, and a plan's bytes do not depend on the other candidates."""
     found = front(call)
@@ -97,7 +97,7 @@ def test_the_front_is_that_of_all_candidates(call):
 
 def test_the_levels_of_models():
     """The plans of the levels on an H100 at the shapes of Gemma 2 2B, GPT-OSS and Qwen 3 0.6B."""
-    h100, bf16 = device_with(_C.profile("H100")), torch.bfloat16
+    h100, bf16 = profile_index(_C.profile("H100")), torch.bfloat16
     for rows, hidden, vocab in ((8192, 2304, 256_000), (8192, 2880, 201_088), (8192, 1024, 151_936)):
         for per_row in (False, True):
             call = Call(rows, hidden, vocab, bf16, bf16, bf16, h100, per_row=per_row)
@@ -108,7 +108,7 @@ def test_the_levels_of_models():
 
 
 def test_memory_that_is_free_is_used():
-    h100, bf16 = device_with(_C.profile("H100")), torch.bfloat16
+    h100, bf16 = profile_index(_C.profile("H100")), torch.bfloat16
     call = Call(8192, 2304, 256_000, bf16, bf16, bf16, h100)
     most = choose(call._replace(free=6 << 30), "auto")
     assert most == front(call)[-1] and most.seconds < choose(call, "auto").seconds
@@ -117,20 +117,20 @@ def test_memory_that_is_free_is_used():
 
 def test_fewer_bytes_than_it_can_do_with(device):
     made = head(300, 128, 4099, device=device)
-    call = Call(300, 128, 4099, *[torch.float32] * 3, _loss_devices.device_of(device), copies=0)
+    call = Call(300, 128, 4099, *[torch.float32] * 3, _loss_devices.device_index(device), copies=0)
     least = front(call)[0].bytes
-    loss_of(made, least).backward()
+    fused_loss(made, least).backward()
     with pytest.raises(
         ValueError, match=rf"memory is {least - 1} bytes, expected at least {least}, or 'min', for 300 rows"
     ):
-        loss_of(made, least - 1)
+        fused_loss(made, least - 1)
 
 
 def test_a_trace_lists_what_a_plan_does():
     """The trace lists the matmuls of a plan's chunks, of which all but the first accumulate into dweight; equal chunks
     are one entry with a count."""
     bf16 = torch.bfloat16
-    h100 = device_with(_C.profile("H100"))
+    h100 = profile_index(_C.profile("H100"))
     call = Call(1000, 64, 5000, bf16, bf16, bf16, h100)
     plan = _loss_plan.in_chunks(call, 256, 5000)
     matmuls, kernels = _C.loss_trace(_loss_plan._traced(call), plan, *_loss_plan.device(call))
@@ -145,17 +145,17 @@ def test_a_trace_lists_what_a_plan_does():
 def test_the_weight_is_cast_once(per_row, plan):
     """Under autocast the matmul of dx reads the cast weight of the matmul of the logits, if the gradient of all logits
     is stored. So dx costs no more than with a weight that needs no cast."""
-    fp32, bf16, h100 = torch.float32, torch.bfloat16, device_with(_C.profile("H100"))
+    fp32, bf16, h100 = torch.float32, torch.bfloat16, profile_index(_C.profile("H100"))
     call = Call(512, 1024, 8192, bf16, bf16, fp32, h100, per_row=per_row)
     plan = plan or _loss_plan.in_chunks(call, 512, 8192)
 
-    def seconds_of_dx(weight):
+    def dx_seconds(weight):
         of = call._replace(weight=weight)
         with_dx, without = (_loss_plan.costs(of._replace(dx=dx), [plan])[0].seconds for dx in (True, False))
         return with_dx - without
 
     cast = call.vocab * call.hidden * (fp32.itemsize + bf16.itemsize) / _loss_plan.device(call).rates.bandwidth
-    assert seconds_of_dx(fp32) < seconds_of_dx(bf16) + cast / 2
+    assert dx_seconds(fp32) < dx_seconds(bf16) + cast / 2
 
 
 # Allocated memory -----------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def test_the_memory_that_is_taken(device, drawn, memory):
 
     def run():
         with torch.autocast(device.type, torch.bfloat16, enabled=drawn["autocast"]):
-            loss = loss_of(made, memory, **options)
+            loss = fused_loss(made, memory, **options)
         value = loss if isinstance(loss, torch.Tensor) else loss.loss
         if value.requires_grad:
             return loss, torch.autograd.grad(value.sum(), leaves(made))
@@ -258,9 +258,9 @@ def test_bytes_in_a_graph(device, dynamic):
     made = head(512, 64, 20_001, device=device)
     others = {"x": made["x"][:300], "weight": made["weight"], "target": made["target"][:300]}
     with pytest.raises(Exception, match=r"memory is 1000 bytes, expected at least \d+ in a graph") as said:
-        torch.compile(loss_of, backend="aot_eager", dynamic=False, fullgraph=True)(made, 1000)
+        torch.compile(fused_loss, backend="aot_eager", dynamic=False, fullgraph=True)(made, 1000)
     torch._dynamo.reset()
-    run = torch.compile(loss_of, backend="aot_eager", dynamic=dynamic, fullgraph=True)
+    run = torch.compile(fused_loss, backend="aot_eager", dynamic=dynamic, fullgraph=True)
     least = int(str(said.value).split("at least ")[1].split(" ")[0])
     for inputs in (made, others):
         gradients = torch.autograd.grad(run(inputs, least), leaves(made))  # compiles

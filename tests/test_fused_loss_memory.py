@@ -54,7 +54,7 @@ def memories(size, weight=torch.float32, compute=torch.float32):
     return [*filter(None, made.values()), "fast", SMALLEST]
 
 
-def loss_of(inputs, memory="auto", **options):
+def fused_loss(inputs, memory="auto", **options):
     return F.fused_linear_cross_entropy(**inputs, memory=memory, **options)
 
 
@@ -213,15 +213,15 @@ def test_the_same_bits_again(device, size, kind, dtypes):
     def same(found):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
-    expected = gradients(loss_of(made, memory))
-    same(gradients(loss_of(made, memory)))
-    loss = loss_of(made, memory)
+    expected = gradients(fused_loss(made, memory))
+    same(gradients(fused_loss(made, memory)))
+    loss = fused_loss(made, memory)
     same(gradients(loss, retain_graph=True))
     same(gradients(loss, retain_graph=True))
     same(gradients(loss))
     with torch.autograd.graph.save_on_cpu():
-        same(gradients(loss_of(made, memory)))
-    op, arguments = torch.ops.liger_ext.fused_linear_cross_entropy, calls(lambda: loss_of(made, memory))
+        same(gradients(fused_loss(made, memory)))
+    op, arguments = torch.ops.liger_ext.fused_linear_cross_entropy, calls(lambda: fused_loss(made, memory))
     output = op(*arguments["fused_linear_cross_entropy"])
     before = [t.clone() for t in output]
     same(gradients(output[0]))
@@ -234,12 +234,12 @@ def test_a_gradient_has_memory_of_its_own(device, memory):
     """A gradient whose memory held gradients of logits owns exactly its own bytes, and no other tensor refers to
     them."""
     made = head(300, 128, 4098, dtype=torch.bfloat16, device=device)
-    ran = calls(loss_of(made, memory).backward)
+    ran = calls(fused_loss(made, memory).backward)
     assert "fused_linear_cross_entropy_backward_" in ran and "fused_linear_cross_entropy_backward" not in ran
     gradient = made["weight"].grad
     assert gradient.untyped_storage().nbytes() == made["weight"].nbytes and gradient.is_contiguous()
     first = gradient.clone()
-    loss_of(made, memory).backward()
+    fused_loss(made, memory).backward()
     torch.testing.assert_close(gradient, 2 * first)
 
 
@@ -255,10 +255,10 @@ def test_many_rows_of_sums_are_narrowed(device):
 @pytest.mark.parametrize("memory", [*memories((150, 64, 700)), "auto", 1 << 30])
 def test_a_checkpoint_around_it(device, memory):
     made = head(150, 64, 700, device=device)
-    expected = torch.autograd.grad(loss_of(made, memory), leaves(made))
+    expected = torch.autograd.grad(fused_loss(made, memory), leaves(made))
     for use_reentrant in (False, True):
         loss = torch.utils.checkpoint.checkpoint(
-            lambda x: loss_of({**made, "x": x}, memory), made["x"], use_reentrant=use_reentrant
+            lambda x: fused_loss({**made, "x": x}, memory), made["x"], use_reentrant=use_reentrant
         )
         loss.backward()
         for leaf, gradient in zip(leaves(made), expected, strict=True):
@@ -270,9 +270,9 @@ def test_a_checkpoint_around_it(device, memory):
 def test_many_gradients_at_once(device, memory):
     """torch.autograd.grad(is_grads_batched=True) runs the backward under vmap, where in-place writes are impossible."""
     made = head(300, 128, 515, device=device)
-    loss = loss_of(made, memory)
+    loss = fused_loss(made, memory)
     (found,) = torch.autograd.grad(loss, made["weight"], torch.tensor([1.0, 3.0], device=device), is_grads_batched=True)
-    (expected,) = torch.autograd.grad(loss_of(made, memory), made["weight"])
+    (expected,) = torch.autograd.grad(fused_loss(made, memory), made["weight"])
     torch.testing.assert_close(found, torch.stack([expected, 3 * expected]))
 
 
@@ -295,7 +295,7 @@ def test_unknown_levels(device):
         with pytest.raises(
             ValueError, match=r"memory is .*, expected 'fast', 'auto', 'low', 'min' or a number of bytes"
         ):
-            loss_of(head(4, device=device), memory)
+            fused_loss(head(4, device=device), memory)
 
 
 def test_what_cannot_be_overlaid(device):

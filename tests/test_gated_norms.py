@@ -12,15 +12,15 @@ from llama_models import distance, one_thread, rounding  # noqa: F401
 from torch import nn
 
 from liger_ext.models.modules import norms
-from liger_ext.models.patches import patch_of
+from liger_ext.models.patches import find_patch
 
 SIZE = 48
-OF_GROUPS = dict(group_size=SIZE // 3), dict(group_size=SIZE)
-OF_FALCON = [dict(n_groups=groups, norm_before_gate=before) for groups in (1, 3) for before in (True, False)]
+GROUP_OPTIONS = dict(group_size=SIZE // 3), dict(group_size=SIZE)
+FALCON_OPTIONS = [dict(n_groups=groups, norm_before_gate=before) for groups in (1, 3) for before in (True, False)]
 CLASSES = {  # the classes that our patches are named after, and their constructors' options
-    "zamba2.Zamba2RMSNormGated": OF_GROUPS,
-    "mamba2.MambaRMSNormGated": OF_GROUPS,
-    "falcon_h1.FalconH1RMSNormGated": OF_FALCON,
+    "zamba2.Zamba2RMSNormGated": GROUP_OPTIONS,
+    "mamba2.MambaRMSNormGated": GROUP_OPTIONS,
+    "falcon_h1.FalconH1RMSNormGated": FALCON_OPTIONS,
     "kimi_linear.KimiLinearRMSNormGated": [{}],
 }
 
@@ -31,7 +31,7 @@ def stock_class(name):
     if importlib.util.find_spec(path) is None:
         pytest.skip("a newer transformers has it")
     found = getattr(importlib.import_module(f"{path}.modeling_{folder}"), cls)
-    if "Falcon" in name and patch_of(found) is None:
+    if "Falcon" in name and find_patch(found) is None:
         pytest.skip("older code treats a sequence of one position as no sequence")
     return found
 
@@ -56,7 +56,7 @@ def test_equals_stock(device, name, options, dtypes):
     dtype = torch.float32 if dtypes == "bf16 gate" else of_all
     stock.to(torch.float32 if dtypes == "fp32 weight" else of_all)
     ours = copy.deepcopy(stock)
-    ours.__class__ = patch_of(cls)
+    ours.__class__ = find_patch(cls)
     exact = copy.deepcopy(stock).double()  # the stock code still casts some values to fp32
     gates = [1] if name.startswith("kimi") else [0, 1]
     for shape in ((2, 5, SIZE), (7, SIZE)):
@@ -84,7 +84,7 @@ def test_equals_stock(device, name, options, dtypes):
 )
 def test_a_wrong_entry_would_be_found(monkeypatch, name, cls, attribute, value):
     monkeypatch.setattr(cls, attribute, value)
-    patch = patch_of(stock_class(name))
+    patch = find_patch(stock_class(name))
     if attribute == "forward":  # the patch copied the original forward when it was built
         monkeypatch.setattr(patch, attribute, value)
     with pytest.raises(AssertionError):

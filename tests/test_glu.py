@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from cases import LOW, draw_leaf, draw_tensor, dtypes_of, hidden_sizes, laid_out, leading_shapes, normal
+from cases import LOW, device_dtypes, draw_leaf, draw_tensor, hidden_sizes, laid_out, leading_shapes, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import Guarded, contiguous, draw_layout, same_bits, shares_memory
@@ -28,7 +28,7 @@ def options(data, op):
 @given(data=st.data())
 def test_two_tensors(device, op, data):
     shape = (*data.draw(leading_shapes), data.draw(hidden_sizes))
-    dtype = data.draw(st.sampled_from(dtypes_of(device)))
+    dtype = data.draw(st.sampled_from(device_dtypes(device)))
     made = {name: draw_leaf(data, device, *shape, dtype=dtype, scale=2) for name in ("gate", "up")}
     judge(op, made | options(data, op))
 
@@ -95,7 +95,7 @@ glu_backward_with_h_ = torch.ops.liger_ext.glu_backward_with_h_.default
 def test_h_of_the_backward(device, data):
     """Every shape, dtype and layout. dgate and dup are bit-identical to those of the backward without h."""
     shape = (*data.draw(leading_shapes), data.draw(hidden_sizes))
-    dtype = data.draw(st.sampled_from(dtypes_of(device)))
+    dtype = data.draw(st.sampled_from(device_dtypes(device)))
     tensors = [draw_tensor(data, device, *shape, dtype=dtype, scale=2) for _ in range(3)]
     factors = st.sampled_from([1.0, 0.7, -1.3])
     check_h(*tensors, data.draw(st.sampled_from([*ACTIVATIONS.values()])), data.draw(factors), data.draw(factors))
@@ -124,7 +124,7 @@ def test_h_of_every_16_bit_gate(device, activation, dtype, layout):
 def test_h_is_written_over_dh_alone(device, rng, data):
     """gate and up have any layout; dh is contiguous, at any address."""
     shape = (*data.draw(leading_shapes), data.draw(hidden_sizes))
-    dtype = data.draw(st.sampled_from(dtypes_of(device)))
+    dtype = data.draw(st.sampled_from(device_dtypes(device)))
     guard = Guarded()
     dh, gate, up = (normal(*shape, dtype=dtype, device=device, seed=seed) for seed in range(3))
     gate, up = (guard.place("", t, draw_layout(rng, shape)) for t in (gate, up))

@@ -6,10 +6,10 @@ import itertools
 import pytest
 import torch
 from cases import host_target
-from gpu_paths import DTYPES, NORMS, PATHS, ROW_OPS, arguments, profile_of_this_machine
+from gpu_paths import DTYPES, NORMS, PATHS, ROW_OPS, arguments, machine_profile
 
 from liger_ext import _C
-from liger_ext.records import RECORDS, Make, Size
+from liger_ext.records import RECORDS, InputFactory, Size
 from liger_ext.testing import judge
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp32"])
@@ -18,7 +18,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp32"])
 @pytest.mark.cuda
 @pytest.mark.parametrize("path", PATHS, ids=str)
 def test_path(path):
-    judge(path.op, path.arguments(path.rows(profile_of_this_machine()), "cuda"))
+    judge(path.op, path.arguments(path.rows(machine_profile()), "cuda"))
 
 
 # More columns than the registers of a cluster hold; the fused loss holds the most columns, because it works in place.
@@ -45,7 +45,7 @@ def test_these_rows_are_read_again():
         assert not names, (op, names)
 
 
-TENSORS = {op: tuple(RECORDS[op].inputs(Make(torch.float32), Size(1, 8))) for op in NORMS}
+TENSORS = {op: tuple(RECORDS[op].inputs(InputFactory(torch.float32), Size(1, 8))) for op in NORMS}
 
 
 def subsets(names):

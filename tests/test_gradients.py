@@ -6,14 +6,14 @@ import itertools
 
 import pytest
 import torch
-from cases import gradients, grads_for, leaves_of, losses_of, recorded, threads
+from cases import differentiable_outputs, gradients, grads_for, recorded, tensor_leaves, threads
 from gpu_paths import arguments as arguments_of
-from ops import BY_NAME, EXAMPLES, IDS, ONE_OF_EACH
+from ops import BY_NAME, DEFAULT_EXAMPLES, EXAMPLES, IDS
 
 from liger_ext.records import RECORDS
 
 each_example = pytest.mark.parametrize("example", EXAMPLES, ids=IDS)
-each_op = pytest.mark.parametrize("example", ONE_OF_EACH, ids=[e.op for e in ONE_OF_EACH])
+each_op = pytest.mark.parametrize("example", DEFAULT_EXAMPLES, ids=[e.op for e in DEFAULT_EXAMPLES])
 
 
 @each_example
@@ -22,20 +22,20 @@ def test_gradcheck(example):
     names = [k for k, v in arguments.items() if isinstance(v, torch.Tensor) and v.requires_grad]
 
     def function(*leaves):
-        return tuple(losses_of(example({**arguments, **dict(zip(names, leaves, strict=True))})))
+        return tuple(differentiable_outputs(example({**arguments, **dict(zip(names, leaves, strict=True))})))
 
     with threads(1):
-        assert torch.autograd.gradcheck(function, leaves_of(arguments))
+        assert torch.autograd.gradcheck(function, tensor_leaves(arguments))
 
 
 @each_example
 def test_a_second_backward_gives_the_same_gradients(device, example):
     arguments = example.arguments(device, torch.float32)
-    outputs = losses_of(example(arguments))
+    outputs = differentiable_outputs(example(arguments))
     grads = grads_for(outputs)
-    first = torch.autograd.grad(outputs, leaves_of(arguments), grads, retain_graph=True)
+    first = torch.autograd.grad(outputs, tensor_leaves(arguments), grads, retain_graph=True)
     first = [g.clone() for g in first]
-    second = torch.autograd.grad(outputs, leaves_of(arguments), grads)
+    second = torch.autograd.grad(outputs, tensor_leaves(arguments), grads)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -59,7 +59,7 @@ def test_tensors_made_under_inference_mode(device, example):
         if not isinstance(value, torch.Tensor):
             continue
         frozen = arguments | {name: value.detach()}
-        if not leaves_of(frozen):
+        if not tensor_leaves(frozen):
             continue
         with torch.inference_mode():
             inference = value.detach().clone()
@@ -73,10 +73,10 @@ def test_tensors_made_under_inference_mode(device, example):
 def test_inputs_are_never_written(device, example, dtype):
     arguments = example.arguments(device, dtype)
     before = {k: v.detach().clone() for k, v in arguments.items() if isinstance(v, torch.Tensor)}
-    outputs = losses_of(example(arguments))
+    outputs = differentiable_outputs(example(arguments))
     grads = grads_for(outputs)
     given = copy.deepcopy(grads)
-    found = torch.autograd.grad(outputs, leaves_of(arguments), grads)
+    found = torch.autograd.grad(outputs, tensor_leaves(arguments), grads)
     assert all(torch.equal(arguments[k], v) for k, v in before.items())
     assert all(torch.equal(a, b) for a, b in zip(given, grads, strict=True))
     inputs = [v for v in arguments.values() if isinstance(v, torch.Tensor)]
@@ -91,11 +91,13 @@ def test_a_double_backward_is_refused(device, example):
     """Without the refusal, second derivatives with respect to the inputs and to the upstream gradient would be silently
     wrong."""
     arguments = example.arguments(device, torch.float32)
-    outputs = losses_of(example(arguments))
+    outputs = differentiable_outputs(example(arguments))
     grads = [g.requires_grad_() for g in grads_for(outputs)]
-    first = torch.autograd.grad(outputs, leaves_of(arguments), grads, create_graph=True)
+    first = torch.autograd.grad(outputs, tensor_leaves(arguments), grads, create_graph=True)
     with pytest.raises(RuntimeError, match=r"second derivative"):
-        torch.autograd.grad(sum(g.square().sum() for g in first), [*leaves_of(arguments), *grads], allow_unused=True)
+        torch.autograd.grad(
+            sum(g.square().sum() for g in first), [*tensor_leaves(arguments), *grads], allow_unused=True
+        )
 
 
 @each_op
@@ -105,7 +107,7 @@ def test_torch_func_is_refused(device, example):
     constants = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
 
     def function(leaf):
-        return sum(t.sum() for t in losses_of(example({**constants, name: leaf})))
+        return sum(t.sum() for t in differentiable_outputs(example({**constants, name: leaf})))
 
     with pytest.raises(RuntimeError, match=r"torch\.func"):
         torch.func.grad(function)(constants[name])
@@ -118,7 +120,7 @@ def test_torch_func_is_refused(device, example):
 @each_op
 def test_no_graph_without_grad(device, example):
     with torch.no_grad():
-        assert not losses_of(example(example.arguments(device, torch.float32)))
+        assert not differentiable_outputs(example(example.arguments(device, torch.float32)))
     with torch.inference_mode():
         example(example.arguments(device, torch.float32))
 
@@ -138,8 +140,8 @@ def test_results_do_not_depend_on_the_number_of_threads(op):
     made, results = arguments_of(op, 1003, 130, torch.float32, "cpu"), []
     for number in (1, 2, 3):
         with threads(number):
-            outputs = losses_of(RECORDS[op].run(**made))
-            results.append([*outputs, *torch.autograd.grad(outputs, leaves_of(made), grads_for(outputs))])
+            outputs = differentiable_outputs(RECORDS[op].run(**made))
+            results.append([*outputs, *torch.autograd.grad(outputs, tensor_leaves(made), grads_for(outputs))])
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 

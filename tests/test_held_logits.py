@@ -26,7 +26,7 @@ def loss_and_gradient(logits, target, **options):
     return out.loss.detach(), weight.grad[:, 0], int(out.predicted_tokens), float(out.token_accuracy)
 
 
-def expected_of(logits, target, label_smoothing=0.0, softcap=None, use_token_scaling=False, lse_square_scale=0.0):
+def reference(logits, target, label_smoothing=0.0, softcap=None, use_token_scaling=False, lse_square_scale=0.0):
     x = logits.double().requires_grad_()
     capped = softcap * torch.tanh(x / softcap) if softcap else x
     loss = (
@@ -61,7 +61,7 @@ def test_options(device, cols, options, dtype):
     ):
         logits = (3 * normal(cols, device=device, seed=seed) + shift).to(dtype)
         loss, gradient, predicted, accuracy = loss_and_gradient(logits, target, **options)
-        wanted, of_wanted, best = expected_of(logits, target, **options)
+        wanted, of_wanted, best = reference(logits, target, **options)
         torch.testing.assert_close(loss.double(), wanted, rtol=3e-6, atol=1e-6)
         rounding = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 1e-5}[dtype]
         smallest = 1e-7 if dtype == torch.float16 else 1e-9
@@ -97,7 +97,7 @@ def test_values_that_are_no_numbers(device, cols, options, dtype):
         for column, value in values.items():
             logits[column] = value
         loss, gradient, predicted, _ = loss_and_gradient(logits, target, **options)
-        wanted, of_wanted, best = expected_of(logits, target, **options)
+        wanted, of_wanted, best = reference(logits, target, **options)
         assert predicted == best
         torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=1e-6, equal_nan=True)
         if wanted.isfinite():

@@ -111,24 +111,28 @@ BROKEN = {
     "RaceInWarp": (1, "race: stores 4 bytes at shared memory + 4; thread 0 has read them, of the same warp"),
     "StoreAfterLoads": (127, "race: stores 4 bytes at shared memory + 0; other threads have read them"),
     "StoreAfterLoadsInWarp": (11, "race: stores 4 bytes at shared memory + 0; other threads have read them"),
-    "StoreAfterLoadsOfBlocks": (7, "race: stores 4 bytes at both + 4 (16 bytes); another block has read them"),
+    "BlockStoreAfterLoads": (7, "race: stores 4 bytes at both + 4 (16 bytes); another block has read them"),
     "RaceOnGlobal": (5, "race: stores 4 bytes at out + 560", "thread 4 has written them"),
-    "RaceOfBlocks": (7, "race: stores 4 bytes at out + 28", "another block has written them"),
+    "BlockRace": (7, "race: stores 4 bytes at out + 28", "another block has written them"),
     "ConditionalBarrier": ("{warp}", "divergence: this thread has returned, thread 0 waits at the block barrier"),
-    "RaceOfGroups": (
+    "GroupRace": (
         0,
         "race: loads 4 bytes at shared memory + 256; thread 64 has written them with no barrier between",
     ),
-    "MissingDoubleBufferOfGroups": (63, "race: stores 4 bytes at shared memory + 0; other threads have read them"),
+    "MissingGroupDoubleBuffer": (63, "race: stores 4 bytes at shared memory + 0; other threads have read them"),
     "IncompleteGroup": ("{warp}", "divergence: this thread has returned, thread 0 waits at the group barrier"),
-    "GroupOfPartOfAWarp": (0, "group barrier: group 0 of 16 threads"),
-    "TwoBarriers": (3, "divergence: this thread waits at the block barrier", "thread 0 waits at the block barrier"),
+    "PartialWarpGroup": (0, "group barrier: group 0 of 16 threads"),
+    "DifferentBarriers": (
+        3,
+        "divergence: this thread waits at the block barrier",
+        "thread 0 waits at the block barrier",
+    ),
     "EarlyReturn": (9, "divergence: this thread has returned, thread 0 waits at the shuffle"),
-    "ShuffleOutOfRange": (0, "shuffle out of range: lane 0 ^ {warp} is no lane of a warp of {warp}"),
+    "ShuffleBeyondWarp": (0, "shuffle out of range: lane 0 ^ {warp} is no lane of a warp of {warp}"),
     "UninitialisedShared": (2, "uninitialised: loads 4 bytes at shared memory + 8"),
     "UninitialisedGlobal": (6, "uninitialised: loads 4 bytes at out + 568"),
-    "SharedOutOfBounds": (1, "out of bounds: stores 4 bytes at shared memory + 1024"),
-    "GlobalOutOfBounds": (8, "out of bounds: loads 4 bytes outside of all buffers, at in + 512"),
+    "SharedPastEnd": (1, "out of bounds: stores 4 bytes at shared memory + 1024"),
+    "GlobalPastEnd": (8, "out of bounds: loads 4 bytes outside of all buffers, at in + 512"),
     "GapBetweenRows": (4, "out of bounds: stores 4 bytes outside of all buffers, at out + 1056"),
     "StoreToInput": (3, "out of bounds: stores 4 bytes at in + 12", ", an input"),
     "MisalignedVector": (2, "misaligned: stores 16 bytes at out + 552"),
@@ -141,10 +145,10 @@ BROKEN = {
     ),
     "OtherMatrixDeclared": (None, "uncovered: the launch declares 3 rows of 136 columns", "no buffer of which"),
     "TooManyThreads": (0, "launched with 128 threads, compiled for at most 64"),
-    "PartOfAWarp": (0, "threads, which is no multiple of the warp's {warp}"),
+    "PartialWarp": (0, "threads, which is no multiple of the warp's {warp}"),
     "TooMuchSharedMemory": (0, "launched with 65540 bytes of shared memory; the device has 65536"),
 }
-LAUNCHES = ("TooManyThreads", "PartOfAWarp", "TooMuchSharedMemory")  # found before the first block runs
+LAUNCHES = ("TooManyThreads", "PartialWarp", "TooMuchSharedMemory")  # found before the first block runs
 
 
 # For devices with clusters and copies to shared memory: the block, the thread, and the findings.

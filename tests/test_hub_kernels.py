@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from cases import RecordCalls
-from family_models import assert_same, build, new_look  # noqa: F401
-from llama_models import assert_as_good, batch_of, lora, one_thread, step  # noqa: F401
+from family_models import assert_same, build, clear_recognition  # noqa: F401
+from llama_models import assert_as_good, lora, make_batch, one_thread, step  # noqa: F401
 from torch import nn
 from transformers.models.llama import modeling_llama
 from transformers.utils import import_utils, kernel_config
@@ -74,7 +74,7 @@ def kernelized(model, mapping=None):
         return kernels.kernelize(model, mode=mode, device=model.device.type)
 
 
-def results_of(model, batch):
+def step_results(model, batch):
     """Loss and gradients of a step, and the names of our ops in it."""
     with RecordCalls() as record:
         results = step(model, batch)
@@ -84,22 +84,22 @@ def results_of(model, batch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "olmo2", "gemma", "qwen2"])
 def test_trains_as_stock(device, registered, family, dtype):
-    model, batch = registered(build(family, device, dtype)), batch_of(device)
+    model, batch = registered(build(family, device, dtype)), make_batch(device)
     stock, reference = step(model, batch), step(copy.deepcopy(model).double(), batch)
-    ours, called = results_of(kernelized(model), batch)
+    ours, called = step_results(kernelized(model), batch)
     assert called == {op + end for op in OURS for end in ("", "_backward")}
     assert_as_good(ours, stock, reference)
 
 
 def test_eval_and_train_again(device, registered):
     """transformers kernelizes a model again when it changes between training and evaluation."""
-    model, batch = registered(build("llama", device)), batch_of(device)
+    model, batch = registered(build("llama", device)), make_batch(device)
     stock = model.eval()(**batch).logits
     trained = step(kernelized(model.train()), batch)
     with torch.no_grad(), RecordCalls() as record:
         torch.testing.assert_close(model.eval()(**batch).logits, stock)
     assert set(record.names) == OURS
-    again, called = results_of(model.train(), batch)
+    again, called = step_results(model.train(), batch)
     assert called > OURS
     assert all(torch.equal(again[name], trained[name]) for name in trained)
 
@@ -114,7 +114,10 @@ def test_mapping_names_what_a_model_registers(registered):
 def test_one_layer_alone(registered):
     model = registered(build("llama"))
     where = hub_kernels.mapping(model)["RMSNorm"]
-    assert results_of(kernelized(model, {"RMSNorm": where}), batch_of("cpu"))[1] == {"rms_norm", "rms_norm_backward"}
+    assert step_results(kernelized(model, {"RMSNorm": where}), make_batch("cpu"))[1] == {
+        "rms_norm",
+        "rms_norm_backward",
+    }
 
 
 def test_layers_are_what_kernels_takes(registered):
@@ -151,9 +154,9 @@ def test_norms(device, registered, name, dtype):
 
 
 @pytest.mark.parametrize("edit", ["forward", "activation", "hook of the activation", "weight"])
-def test_what_is_not_known_runs_as_it_is(registered, monkeypatch, new_look, edit):  # noqa: F811
+def test_what_is_not_known_runs_as_it_is(registered, monkeypatch, clear_recognition, edit):  # noqa: F811
     """A norm with other code, another activation, an activation with a hook, and a weight of a tensor subclass."""
-    model, batch = build("llama"), batch_of("cpu")
+    model, batch = build("llama"), make_batch("cpu")
     if edit == "forward":
 
         class OtherRMSNorm(modeling_llama.LlamaRMSNorm):
@@ -172,11 +175,11 @@ def test_what_is_not_known_runs_as_it_is(registered, monkeypatch, new_look, edit
     stock = step(registered(model), batch)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ours, called = results_of(kernelized(model), batch)
+        ours, called = step_results(kernelized(model), batch)
     assert_same(ours, stock)
     assert ("glu" in called) == (edit not in ("activation", "hook of the activation"))
-    told = [str(w.message) for w in caught if "OtherRMSNorm" in str(w.message)]
-    assert told == (
+    messages = [str(w.message) for w in caught if "OtherRMSNorm" in str(w.message)]
+    assert messages == (
         ["OtherRMSNorm: liger_ext has no layer for this code, so the class's own forward runs"] * (edit == "forward")
     )
 
@@ -187,33 +190,33 @@ class OtherTensor(torch.Tensor):
 
 def test_projections_with_lora_are_called(registered):
     stock = lora(build("llama"), target_modules=["gate_proj", "down_proj"], lora_dropout=0.0)
-    model, batch = registered(stock), batch_of("cpu")
+    model, batch = registered(stock), make_batch("cpu")
     expected = step(model, batch)
     kernelized(model.get_base_model())
-    ours, called = results_of(model, batch)
+    ours, called = step_results(model, batch)
     assert called > OURS
     assert_same(ours, expected)
 
 
 def test_the_function_is_the_familys(registered):
     """transformers has one apply_rotary_pos_emb for all models of a family: other models of the family stay right."""
-    model, other, batch = registered(build("llama")), build("llama", seed=1), batch_of("cpu")
+    model, other, batch = registered(build("llama")), build("llama", seed=1), make_batch("cpu")
     stock = step(other, batch)
     kernelized(model)
-    ours, called = results_of(other, batch)
+    ours, called = step_results(other, batch)
     assert called == {"rope", "rope_backward"}
     assert_same(ours, stock)
 
 
 def test_patched_and_kernelized(registered):
     """In either order the results are right. The second patch warns about the layers that it skips."""
-    stock, batch = registered(build("qwen3")), batch_of("cpu")
+    stock, batch = registered(build("qwen3")), make_batch("cpu")
     expected, fused = step(stock, batch), {"fused_linear_cross_entropy", *OURS}
 
     first = kernelized(copy.deepcopy(stock))
     with pytest.warns(UserWarning, match="Qwen3RMSNorm has a forward of its own and is not patched"):
         handle = apply_liger_kernel_to_instance(first)
-    ours, called = results_of(first, batch)
+    ours, called = step_results(first, batch)
     assert called >= fused
     assert_same(ours, expected)
     handle.revert()
@@ -221,7 +224,7 @@ def test_patched_and_kernelized(registered):
 
     second = copy.deepcopy(stock)
     handle = apply_liger_kernel_to_instance(second)
-    ours, called = results_of(kernelized(second), batch)
+    ours, called = step_results(kernelized(second), batch)
     assert called >= fused
     assert_same(ours, expected)
     with pytest.warns(UserWarning, match="Qwen3RMSNorm was wrapped after patching"):
@@ -230,18 +233,18 @@ def test_patched_and_kernelized(registered):
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen3"])
-def test_rope_of_a_patch_where_kernels_has_made_a_module_of_it(registered, new_look, family):  # noqa: F811
-    model, batch = registered(build(family)), batch_of("cpu")
+def test_rope_of_a_patch_where_kernels_has_made_a_module_of_it(registered, clear_recognition, family):  # noqa: F811
+    model, batch = registered(build(family)), make_batch("cpu")
     expected = step(model, batch)
     apply_liger_kernel_to_instance(model)
-    ours, called = results_of(model, batch)
+    ours, called = step_results(model, batch)
     assert "rope" in called
     assert_same(ours, expected)
 
 
 @pytest.mark.slow
 def test_compiled(device, registered):
-    model, batch = registered(build("llama", device)), batch_of(device)
+    model, batch = registered(build("llama", device)), make_batch(device)
     stock = step(model, batch)
     compiled = torch.compile(kernelized(model), fullgraph=True)
     ours = step(model, batch, lambda _, **b: compiled(**b))

@@ -43,11 +43,11 @@ def test_decorators_are_torchs():
     ours, theirs = (lambda: 0), (lambda: 0)
     assert vars(_compile.assume_constant_result(ours)) == vars(torch.compiler.assume_constant_result(theirs)) != {}
     name = "_torchdynamo_disable"
-    assert getattr(_compile.outside_of_graphs(ours), name) == getattr(torch.compiler.disable(theirs), name)
+    assert getattr(_compile.disabled_in_graphs(ours), name) == getattr(torch.compiler.disable(theirs), name)
 
 
 # For each part of liger_ext.models, the other parts that it may import. The last may import none.
-ROOMS = {
+PARTS = {
     "auto": {"families", "model_types", "patching"},
     "families": {"llama", "model_types", "modules", "patches", "patching", "recognise"},
     "patches": {"llama", "modules", "patching", "recognise"},
@@ -65,10 +65,10 @@ def test_rooms_import_downwards():
     folder = Path(liger_ext.__file__).parent / "models"
     for path in sorted(folder.rglob("*.py")):
         room = path.relative_to(folder).with_suffix("").parts[0]
-        if room not in ROOMS:
+        if room not in PARTS:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             names = [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             rooms = {name.split(".")[2] for name in names if name.startswith("liger_ext.models.")}
-            assert rooms <= ROOMS[room] | {room}, path
+            assert rooms <= PARTS[room] | {room}, path

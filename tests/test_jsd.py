@@ -6,7 +6,7 @@ import math
 import pytest
 import test_as_exact_as_torch
 import torch
-from cases import LOW, dtypes_of, laid_out, layouts, random_targets, seeds
+from cases import LOW, device_dtypes, laid_out, layouts, random_targets, seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ops.jsd import BETAS, log_probabilities
@@ -24,7 +24,7 @@ each_beta = pytest.mark.parametrize("beta", BETAS)
 @given(data=st.data(), beta=st.sampled_from(BETAS) | st.floats(0, 1), labelled=st.booleans())
 def test_jsd(device, data, beta, labelled):
     rows, vocab = data.draw(st.sampled_from([0, 1, 2, 3, 7, 40])), data.draw(vocabularies)
-    dtype, scale = data.draw(st.sampled_from(dtypes_of(device))), data.draw(st.sampled_from([0.1, 2, 8]))
+    dtype, scale = data.draw(st.sampled_from(device_dtypes(device))), data.draw(st.sampled_from([0.1, 2, 8]))
 
     def log(masked):
         made = log_probabilities(rows, vocab, dtype=dtype, seed=data.draw(seeds), scale=scale, masked=masked)

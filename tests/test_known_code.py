@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 from cases import python
-from family_models import new_look  # noqa: F401
-from llama_models import TRANSFORMERS, batch_of, build, patched
+from family_models import clear_recognition  # noqa: F401
+from llama_models import TRANSFORMERS, build, make_batch, patched
 from mutations import find_class, mutants, texts
 from torch import nn
 from transformers import activations
@@ -90,7 +90,7 @@ _source = functools.cache(inspect.getsource)
 
 
 @contextlib.contextmanager
-def source_of(changed: dict) -> None:
+def replaced_source(changed: dict) -> None:
     """Replaces the source of some functions: `changed` maps a function to its text."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inspect, "getsource", lambda function: changed.get(function) or _source(function))
@@ -102,13 +102,13 @@ def source_of(changed: dict) -> None:
 def undetected(functions: list, is_known, step: int = STEP) -> tuple[int, list[str]]:
     """How many mutations of `functions` were tested, and those with which the code is still recognised."""
     written = texts(functions)
-    with source_of(written):
+    with replaced_source(written):
         assert is_known()
     tried, found = 0, []
     for function, text in written.items():
         for what, changed in list(mutants(text))[::step]:
             tried += 1
-            with source_of({function: changed}):
+            with replaced_source({function: changed}):
                 if is_known() and not SAME.search(what):
                     found.append(f"{function.__name__}, {what}")
     return tried, found
@@ -119,7 +119,7 @@ def is_same(found, other) -> bool:
     return other is not None and (found.kind, found.attributes) == (other.kind, other.attributes)
 
 
-def recognition_of(cls: type) -> list[tuple[list, object]]:
+def recognitions(cls: type) -> list[tuple[list, object]]:
     """The functions by which `cls` is recognised, with a predicate; for an attention, one pair per rotary embedding."""
     found = patches.recognise(cls)
     if found.kind is Attention:
@@ -137,7 +137,7 @@ def recognition_of(cls: type) -> list[tuple[list, object]]:
 
 @pytest.mark.parametrize("path", CLASSES)
 def test_one_token_more_or_less(path):
-    for functions, is_known in recognition_of(find_class(path)):
+    for functions, is_known in recognitions(find_class(path)):
         tried, found = undetected(functions, is_known)
         assert tried and not found
 
@@ -148,11 +148,11 @@ def test_the_table():
     lines, entries = text.splitlines(), known.entries()
     assert len(lines) == len(entries) + 2 and len(known.by_digest()) == len(entries)
     parts = list(dict.fromkeys(entry.part for entry in entries))
-    order = [(parts.index(e.part), e.replacement is None, e.replacement or "", e.made_of, e.digest) for e in entries]
+    order = [(parts.index(e.part), e.replacement is None, e.replacement or "", e.example, e.digest) for e in entries]
     assert order == sorted(order)
     for entry in entries:
         if entry.part in ("module", "experts", "layer", "head") and entry.replacement is not None:
-            kind = patches._kind_of(entry)
+            kind = patches._replacement_class(entry)
             words = [word for word in (*entry.attributes, *entry.options) if word.isupper()]
             assert all(hasattr(kind, word) for word in words), entry
 
@@ -181,7 +181,7 @@ def test_the_model_is_read():
     tried = 0
     for what, changed in filter(lambda mutant: read.match(mutant[0]), mutants(text)):
         tried += 1
-        with source_of({inspect.unwrap(model.forward): changed}):
+        with replaced_source({inspect.unwrap(model.forward): changed}):
             assert not llama.knows_model(model), what
     assert tried > 10
 
@@ -262,7 +262,7 @@ def halved(source, target, num_items_in_batch=None, ignore_index=-100, **kwargs)
     return 0.5 * nn.functional.cross_entropy(source, target, ignore_index=ignore_index)
 
 
-@pytest.mark.usefixtures("new_look")
+@pytest.mark.usefixtures("clear_recognition")
 @pytest.mark.parametrize("edit", EDITS)
 def test_edits_after_the_first_patch(monkeypatch, edit):
     """Recognition caches its result until one of the functions that it read is edited."""
@@ -280,10 +280,10 @@ def test_edits_after_the_first_patch(monkeypatch, edit):
     else:
         monkeypatch.setattr(loss_utils.fixed_cross_entropy, "__code__", halved.__code__)
     stock = build().train()
-    expected = stock(**batch_of("cpu")).loss
+    expected = stock(**make_batch("cpu")).loss
     with pytest.warns(UserWarning, match="does not know this code"):
         ours = patched(stock)
-    torch.testing.assert_close(ours(**batch_of("cpu")).loss, expected)
+    torch.testing.assert_close(ours(**make_batch("cpu")).loss, expected)
 
 
 REPLACED_LOSS = """
@@ -319,5 +319,5 @@ def test_a_loss_that_was_replaced_before_the_import(how):
 def test_defaults_of_a_heads_arguments():
     """A head may pass its model other defaults, and the patch passes the same."""
     head = find_class("idefics.IdeficsForVisionText2Text")
-    assert patches.patch_of(head).DEFAULTS == {"interpolate_pos_encoding": False}
-    assert patches.patch_of(modeling_llama.LlamaForCausalLM).DEFAULTS == {}
+    assert patches.find_patch(head).DEFAULTS == {"interpolate_pos_encoding": False}
+    assert patches.find_patch(modeling_llama.LlamaForCausalLM).DEFAULTS == {}

@@ -9,11 +9,11 @@ import pytest
 import torch
 from cases import RecordCalls, normal
 from family_models import assert_same, build, freeze_few, patched
-from llama_models import TRANSFORMERS, assert_as_good, batch_of, one_thread, step  # noqa: F401
+from llama_models import TRANSFORMERS, assert_as_good, make_batch, one_thread, step  # noqa: F401
 
 from liger_ext.models.modules import decoder
 from liger_ext.models.modules.rope import known_rope
-from liger_ext.models.patching.forwards import written_function
+from liger_ext.models.patching.forwards import stock_function
 from liger_ext.models.recognise import known
 
 newest = pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="older transformers have other code, and fewer models")
@@ -29,7 +29,7 @@ MODELS = [name for name in _NAMES.split() if importlib.util.find_spec(f"transfor
 def known_ropes(model_type):
     """{name: (transformers' function, ours)} of a module's rotary functions that we recognise."""
     module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-    functions = {name: written_function(f) for name, f in vars(module).items() if name.startswith("apply_rotary_")}
+    functions = {name: stock_function(f) for name, f in vars(module).items() if name.startswith("apply_rotary_")}
     return {name: (f, known_rope(f)) for name, f in functions.items() if known_rope(f) is not None}
 
 
@@ -151,7 +151,7 @@ def test_attention_equals_stock(device, model_type, dtype):
     model = build(model_type, device, dtype, num_hidden_layers=4, **options)
     if dtype is torch.bfloat16:
         freeze_few(model)
-    ours, batch = patched(model), batch_of(device)
+    ours, batch = patched(model), make_batch(device)
     attention = [type(m) for m in ours.modules() if type(m).__name__ == f"{prefix}Attention"]
     assert len(attention) == 4 and all(issubclass(cls, decoder.Attention) for cls in attention)
     with RecordCalls() as record:

@@ -18,13 +18,13 @@ def far_apart(*, seed, cols=64, dtype=torch.bfloat16):
     return rows.copy_(normal(3, cols, dtype=dtype, seed=seed))
 
 
-def by_rows(op):
+def is_row_op(op):
     """Returns whether each row of the op's result depends only on the same row of its inputs."""
     x = normal(5, 64)
     return LARGE[op](x, x, None).shape[:1] == x.shape[:1]
 
 
-OF_ROWS = [op for op in LARGE if by_rows(op)]
+ROW_OPS = [op for op in LARGE if is_row_op(op)]
 
 
 @pytest.mark.parametrize("op", LARGE)
@@ -37,7 +37,7 @@ def test_rows_far_apart(op):
     assert torch.equal(torch.autograd.grad(y, a, dy)[0], torch.autograd.grad(expected, near, dy)[0])
 
 
-@pytest.mark.parametrize("op", OF_ROWS)
+@pytest.mark.parametrize("op", ROW_OPS)
 def test_outputs_that_the_system_maps_afresh(op):
     """Outputs of more than 32 MiB, whose pages are requested before the kernel: all is written, as in small outputs."""
     rows, cols = 1301, 8210  # 41 MiB; neither a multiple of the page size nor of the vector width
@@ -71,7 +71,7 @@ def large(rows=ROWS, cols=COLS):
 
 @pytest.mark.cuda
 @pytest.mark.large
-@pytest.mark.parametrize("op", OF_ROWS)
+@pytest.mark.parametrize("op", ROW_OPS)
 def test_row_ops(op, free_memory):
     """The last rows equal the op's result for these rows alone; dweight includes every row."""
     x = large().requires_grad_()

@@ -19,8 +19,8 @@ directly, which have no reference, by the tolerances of ``torch.testing``.
 
 import pytest
 import torch
-from calls import described
-from cases import RecordCalls, dtypes_of, host_target
+from calls import argument_text
+from cases import RecordCalls, device_dtypes, host_target
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from layouts import (
@@ -37,17 +37,17 @@ from ops import OPS, draw_call
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from liger_ext.records import RECORDS
-from liger_ext.testing import judge, outputs_of
+from liger_ext.testing import judge, named_outputs
 
 each_op = pytest.mark.parametrize("op", OPS)
 randoms = st.randoms(use_true_random=False)
 settings_here = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 
 
-def place(tensors, layout_of):
+def place(tensors, choose_layout):
     """The tensors in drawn layouts, and the guards around them."""
     guarded = Guarded()
-    return {name: guarded.place(name, t, layout_of(t.shape)) for name, t in tensors.items()}, guarded
+    return {name: guarded.place(name, t, choose_layout(t.shape)) for name, t in tensors.items()}, guarded
 
 
 def copies(tensors):
@@ -60,7 +60,7 @@ def run(call, tensors, gradients_like):
     """Outputs and gradients of the call with these tensors, by name; ``gradients_like`` builds the upstream gradients
     from the differentiable outputs."""
     leaves = {n: t.requires_grad_() if n in call.differentiable() else t for n, t in tensors.items()}
-    outputs = outputs_of(call.with_tensors(leaves)())
+    outputs = named_outputs(call.with_tensors(leaves)())
     wanted = [n for n in leaves if n in call.differentiable()]
     used = {n: t for n, t in outputs.items() if t.requires_grad}
     given = gradients_like(used)
@@ -88,7 +88,7 @@ def other_sums(op, device):
 @given(rng=randoms)
 def test_a_function_and_its_gradients(device, op, rng):
     """Public functions, forward and backward."""
-    call = draw_call(rng, op, dtypes_of(device), device)
+    call = draw_call(rng, op, device_dtypes(device), device)
     tensors, guard = place(call.tensors(), lambda shape: draw_layout(rng, shape))
     gradients, guards = {}, [guard]
 
@@ -124,7 +124,7 @@ def recorded(call):
     return mode.calls
 
 
-def result_of(op, arguments):
+def call_op(op, arguments):
     """The op's outputs as a list, or the ValueError that it raises."""
     try:
         with torch.no_grad():
@@ -143,18 +143,18 @@ def with_tensors(arguments, tensors):
 @given(rng=randoms)
 def test_an_op_called_directly(device, op, rng):
     """The ops, forward and backward: every tensor argument, including saved tensors and counts."""
-    for overload, arguments in recorded(draw_call(rng, op, dtypes_of(device), device)):
+    for overload, arguments in recorded(draw_call(rng, op, device_dtypes(device), device)):
         originals = {i: a for i, a in enumerate(arguments) if isinstance(a, torch.Tensor)}
         tensors, guard = place(originals, lambda shape: draw_layout(rng, shape))
         unchanged = copies(tensors)
         with unwritten_memory(0x81):
-            found = result_of(overload, with_tensors(arguments, tensors))
-        what = f"{overload}({', '.join(map(described, tensors.values()))})"
+            found = call_op(overload, with_tensors(arguments, tensors))
+        what = f"{overload}({', '.join(map(argument_text, tensors.values()))})"
         schema = overload._schema.arguments
         assert [i for i in guard.changed() if not (schema[i].alias_info and schema[i].alias_info.is_write)] == [], what
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fake = {i: mode.from_tensor(t) for i, t in tensors.items()}
-            predicted = result_of(overload, with_tensors(arguments, fake))
+            predicted = call_op(overload, with_tensors(arguments, fake))
         if isinstance(found, ValueError):
             assert "not what the forward returned" in str(found), what
             continue
@@ -164,7 +164,7 @@ def test_an_op_called_directly(device, op, rng):
             assert (real.shape, real.dtype) == (expected.shape, expected.dtype), what
             assert significant_strides(real) == significant_strides(expected), what
         with unwritten_memory(0x7E):
-            expected = result_of(overload, with_tensors(arguments, unchanged))
+            expected = call_op(overload, with_tensors(arguments, unchanged))
         for real, like in zip(found, expected, strict=True):
             if not same_bits(real, like):
                 assert other_sums(op, device), f"other bits than contiguous copies: {what}"

@@ -7,7 +7,7 @@ import operator
 import liger_names
 import pytest
 import torch
-from llama_models import batch_of, build, config, one_thread  # noqa: F401
+from llama_models import build, config, make_batch, one_thread  # noqa: F401
 
 import liger_ext
 from liger_ext import compat, liger_kernel
@@ -200,7 +200,7 @@ def test_functions():
     cos, sin = torch.randn(2, 1, 5, 8)
     assert same(ops.LigerRopeFunction.apply(q, k, cos, sin, None, 1), liger_ext.rope(q, k, cos, sin))
     assert {cls.__name__ for cls, *_ in cases} | {"LigerRopeFunction"} == {
-        name for name, file in liger_kernel._FILE_OF.items() if file == "ops" and name.endswith("Function")
+        name for name, file in liger_kernel._FILE_BY_NAME.items() if file == "ops" and name.endswith("Function")
     }
 
 

@@ -8,14 +8,14 @@ import pickle
 
 import pytest
 import torch
-from llama_models import batch_of, build, config, one_thread  # noqa: F401
+from llama_models import build, config, make_batch, one_thread  # noqa: F401
 from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import liger_ext
 from liger_ext import compat
-from liger_ext.models.model_types import FAMILIES, FUNCTION_OF
+from liger_ext.models.model_types import FAMILIES, FUNCTION_TYPES
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +27,9 @@ def installed():
 def test_patch_functions_have_upstreams_signatures():
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as functions
 
-    assert functions.keys() == FUNCTION_OF.keys()
+    assert functions.keys() == FUNCTION_TYPES.keys()
     for model_type, function in functions.items():
-        family = FUNCTION_OF[model_type]
+        family = FUNCTION_TYPES[model_type]
         assert function is getattr(
             importlib.import_module("liger_kernel.transformers"), f"apply_liger_kernel_to_{family}"
         )
@@ -49,7 +49,7 @@ def test_switches_that_are_not_set():
             types = {type(module) for module in model.modules()}
             of_liger = {cls.__name__ for cls in types if cls.__module__.startswith("liger_ext.")}
             assert "LlamaRMSNorm" in of_liger and not of_liger & {"LlamaMLP", "LlamaAttention", "LlamaForCausalLM"}
-            assert (model(**batch_of("cpu")).logits - stock(**batch_of("cpu")).logits).abs().max() < 1e-4
+            assert (model(**make_batch("cpu")).logits - stock(**make_batch("cpu")).logits).abs().max() < 1e-4
     with apply_liger_kernel_to_llama(None, None, None, None, None, build()):
         pass
     with pytest.raises(TypeError, match="rope is None"):
@@ -62,7 +62,7 @@ def test_logits_of_a_training_step_are_none():
     """As ms-swift requires after each step."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
-    batch = batch_of("cpu")
+    batch = make_batch("cpu")
     expected = build()(**batch).loss
     with apply_liger_kernel_to_llama():
         model = build().train()
@@ -85,7 +85,7 @@ def test_logits_of_a_training_step_are_none():
 def test_logits_are_none_in_a_graph():
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
-    model, batch = build().train(), batch_of("cpu")
+    model, batch = build().train(), make_batch("cpu")
     expected = model(**batch).loss
     apply_liger_kernel_to_llama(model=model)
     output = torch.compile(model, backend="aot_eager", fullgraph=True)(**batch)
@@ -97,7 +97,7 @@ def test_every_way_to_a_patched_model(tmp_path):
     from liger_kernel.transformers import AutoLigerKernelForCausalLM, _apply_liger_kernel_to_instance
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-    batch = batch_of("cpu")
+    batch = make_batch("cpu")
     sizes = {
         name: value for name, value in config().to_dict().items() if name in inspect.signature(Qwen2Config).parameters
     }
@@ -145,7 +145,7 @@ def test_what_axolotl_replaces():
         with pytest.raises(NotImplementedError, match=rf"{name} exists only to be replaced"):
             getattr(steps, name)(torch.ones(1))
 
-    batch, model = batch_of("cpu"), build().train()
+    batch, model = make_batch("cpu"), build().train()
     plain = copy.deepcopy(model)
     apply_liger_kernel_to_llama(model=model)
     liger_ext.apply_liger_kernel_to_llama(model=plain)

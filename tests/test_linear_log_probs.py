@@ -20,14 +20,14 @@ BOUNDS = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (5e-2, 6e-2), torch.float
 
 
 def arguments(rows, hidden, vocab, dtype=torch.float32, device="cpu", bias=True, ignored=0.1):
-    made = {
+    tensors = {
         "x": normal(rows, hidden, dtype=dtype, device=device, seed=1).requires_grad_(),
         "weight": normal(vocab, hidden, dtype=dtype, device=device, seed=2, scale=2 * hidden**-0.5).requires_grad_(),
         "target": random_targets(rows, vocab, device=device, seed=3, ignored=ignored),
     }
     if bias:
-        made["bias"] = normal(vocab, dtype=dtype, device=device, seed=4).requires_grad_()
-    return made
+        tensors["bias"] = normal(vocab, dtype=dtype, device=device, seed=4).requires_grad_()
+    return tensors
 
 
 def reference(
@@ -47,23 +47,24 @@ def reference(
     return log_probs, entropy, mean, (z.argmax(-1) == target) & counts, squares
 
 
-def doubles(made):
+def doubles(tensors):
     return {
-        k: v.detach().double().requires_grad_(v.requires_grad) if v.is_floating_point() else v for k, v in made.items()
+        k: v.detach().double().requires_grad_(v.requires_grad) if v.is_floating_point() else v
+        for k, v in tensors.items()
     }
 
 
-def leaves(made):
-    return [v for v in made.values() if v.requires_grad]
+def leaves(tensors):
+    return [v for v in tensors.values() if v.requires_grad]
 
 
-def judge(made, dtype, *, of_log_probs=True, of_entropy=True, run=F.linear_log_probs, bounds=None, **options):
+def judge(tensors, dtype, *, use_log_probs=True, use_entropy=True, run=F.linear_log_probs, bounds=None, **options):
     """Compares values and gradients with float64. Upstream gradients have both signs, zeros, and row-dependent
     sizes."""
     wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items() if k != "memory"}
-    exact = doubles(made)
+    exact = doubles(tensors)
     expected = reference(**exact, **wide)
-    found = run(**made, **options, **EVERYTHING)
+    found = run(**tensors, **options, **EVERYTHING)
     values, gradients = bounds or BOUNDS[dtype]
     for name, value, right in zip(found._fields, found, expected, strict=True):
         if name == "is_top1":
@@ -75,9 +76,11 @@ def judge(made, dtype, *, of_log_probs=True, of_entropy=True, run=F.linear_log_p
             value.double(), right, rtol=0, atol=values * scale, msg=lambda m, n=name: f"{n}: {m}"
         )
     ups = [normal(*found.log_probs.shape, device=found.log_probs.device, seed=seed) for seed in (5, 6)]
-    used = [i for i, wanted in enumerate((of_log_probs, of_entropy)) if wanted]
+    used = [i for i, wanted in enumerate((use_log_probs, use_entropy)) if wanted]
     total, right = (sum((of[i] * ups[i].to(of[i])).sum() for i in used) for of in (found, expected))
-    for a, b in zip(torch.autograd.grad(total, leaves(made)), torch.autograd.grad(right, leaves(exact)), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(total, leaves(tensors)), torch.autograd.grad(right, leaves(exact)), strict=True
+    ):
         scale = b.abs().max().item() if b.numel() else 1
         torch.testing.assert_close(a.double(), b, rtol=0, atol=gradients * scale + 1e-6)
 
@@ -87,7 +90,7 @@ def judge(made, dtype, *, of_log_probs=True, of_entropy=True, run=F.linear_log_p
 def test_linear_log_probs(device, data):
     rows, hidden = data.draw(st.sampled_from([0, 1, 3, 129, 300])), data.draw(st.sampled_from([1, 8, 33, 64]))
     vocab, dtype = data.draw(st.sampled_from([1, 2, 50, 257, 1100])), data.draw(st.sampled_from([*BOUNDS]))
-    made = arguments(rows, hidden, vocab, dtype, device, bias=data.draw(st.booleans()))
+    tensors = arguments(rows, hidden, vocab, dtype, device, bias=data.draw(st.booleans()))
     temperature = data.draw(st.sampled_from([1.0, 0.6, 1.7, "tokens"]))
     if temperature == "tokens":
         temperature = 0.5 + torch.rand(rows, generator=torch.Generator().manual_seed(0)).to(device)
@@ -97,15 +100,15 @@ def test_linear_log_probs(device, data):
         "logit_scale": data.draw(st.sampled_from([1.0, 0.25])),
         "memory": data.draw(st.sampled_from([*LEVELS, SMALLEST])),
     }
-    of_log_probs, of_entropy = data.draw(st.sampled_from([(True, True), (True, False), (False, True)]))
-    judge(made, dtype, of_log_probs=of_log_probs, of_entropy=of_entropy, **options)
+    use_log_probs, use_entropy = data.draw(st.sampled_from([(True, True), (True, False), (False, True)]))
+    judge(tensors, dtype, use_log_probs=use_log_probs, use_entropy=use_entropy, **options)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_plan(device, size, dtype):
     for memory in memories(size, dtype, dtype):
-        judge(arguments(*size, dtype, device), dtype, memory=memory, of_entropy=False, temperature=0.8)
+        judge(arguments(*size, dtype, device), dtype, memory=memory, use_entropy=False, temperature=0.8)
         judge(arguments(*size, dtype, device), dtype, memory=memory)
 
 
@@ -115,20 +118,20 @@ def test_every_plan(device, size, dtype):
 def test_log_probs_of_rounded_logits(device, dtype, training, temperature):
     """Within 1e-5 of float64, computed from the logits as the matmul has stored them, however large they are."""
     rows, vocab = 64, 5000
-    made = arguments(rows, 32, vocab, dtype, device, bias=False)
+    tensors = arguments(rows, 32, vocab, dtype, device, bias=False)
     if temperature == "tokens":
         temperature = 0.5 + torch.rand(rows, generator=torch.Generator().manual_seed(0)).to(device)
     plans = ["auto", *(overlaid((rows, 32, vocab), share, dtype, dtype) for share in (0, 1))] if training else ["auto"]
     for scale, memory in itertools.product((0.25, 5, 250), plans):
         # Multiples of 1/4: the sum of products is exact in any order, until it is rounded.
-        x, weight = (made[name].detach().mul(2).round().mul(0.5) for name in ("x", "weight"))
+        x, weight = (tensors[name].detach().mul(2).round().mul(0.5) for name in ("x", "weight"))
         logits = (x * scale).double() @ weight.double().T
         logits = logits.to(dtype).double()
         wide = temperature.double() if isinstance(temperature, torch.Tensor) else temperature
-        right = reference(None, None, made["target"], logits=logits, temperature=wide)
+        right = reference(None, None, tensors["target"], logits=logits, temperature=wide)
         x = (x * scale).requires_grad_(training)
         found = F.linear_log_probs(
-            x, weight.requires_grad_(training), made["target"], memory=memory, temperature=temperature, **EVERYTHING
+            x, weight.requires_grad_(training), tensors["target"], memory=memory, temperature=temperature, **EVERYTHING
         )
         bound = 1e-5 + 2**-22 * float(logits.abs().max()) / 0.5
         for name, value, of in zip(found._fields, found, right, strict=True):
@@ -171,9 +174,9 @@ def test_logits_that_are_no_numbers(device, training):
     bias[100:4000] = -torch.inf
     target = torch.tensor([0, 4999, 100, -100, 7], device=device)
     x[4, 0] = torch.nan
-    made = {"x": x.requires_grad_(training), "weight": weight.to(device), "bias": bias}
-    found = F.linear_log_probs(**made, target=target, entropy=True, log_sum_sq_probs=True, mean_logits=True)
-    right = reference(**doubles({**made, "x": x.detach()}), target=target)
+    tensors = {"x": x.requires_grad_(training), "weight": weight.to(device), "bias": bias}
+    found = F.linear_log_probs(**tensors, target=target, entropy=True, log_sum_sq_probs=True, mean_logits=True)
+    right = reference(**doubles({**tensors, "x": x.detach()}), target=target)
     p = torch.softmax(bias.double(), 0)
     entropy = -(p * p.clamp(min=1e-300).log()).sum().expand(5)
     for i, (value, of) in enumerate(zip(found[:2], (right[0], entropy), strict=True)):
@@ -184,12 +187,12 @@ def test_logits_that_are_no_numbers(device, training):
 
 
 def test_they_are_the_fused_losses_none(device):
-    made = arguments(200, 32, 500, device=device)
-    loss = F.fused_linear_cross_entropy(**made, reduction="none")
-    log_probs = F.linear_log_probs(**made)
+    tensors = arguments(200, 32, 500, device=device)
+    loss = F.fused_linear_cross_entropy(**tensors, reduction="none")
+    log_probs = F.linear_log_probs(**tensors)
     assert torch.equal(log_probs, -loss)
     up = normal(200, device=device)
-    both = (torch.autograd.grad(of, leaves(made), sign * up) for of, sign in ((loss, 1), (log_probs, -1)))
+    both = (torch.autograd.grad(of, leaves(tensors), sign * up) for of, sign in ((loss, 1), (log_probs, -1)))
     for a, b in zip(*both, strict=True):
         assert torch.equal(a, b)
 
@@ -197,34 +200,34 @@ def test_they_are_the_fused_losses_none(device):
 @pytest.mark.parametrize("needs", list(itertools.product([True, False], repeat=3)), ids=str)
 @pytest.mark.parametrize("memory", ["auto", SMALLEST])
 def test_frozen_inputs(device, needs, memory):
-    made = arguments(150, 24, 300, device=device)
+    tensors = arguments(150, 24, 300, device=device)
     for name, need in zip(("x", "weight", "bias"), needs, strict=True):
-        made[name] = made[name].detach().requires_grad_(need)
+        tensors[name] = tensors[name].detach().requires_grad_(need)
     if any(needs):
-        judge(made, torch.float32, memory=memory)
-        judge(made, torch.float32, memory=memory, of_entropy=False)
+        judge(tensors, torch.float32, memory=memory)
+        judge(tensors, torch.float32, memory=memory, use_entropy=False)
     else:
-        assert not F.linear_log_probs(**made, memory=memory, entropy=True).entropy.requires_grad
+        assert not F.linear_log_probs(**tensors, memory=memory, entropy=True).entropy.requires_grad
 
 
 def test_again_and_with_other_shapes(device):
     """A second backward, the gradient of each result alone, an explicit row count, and more dimensions."""
-    made = arguments(120, 16, 90, device=device)
-    found = F.linear_log_probs(**made, entropy=True)
+    tensors = arguments(120, 16, 90, device=device)
+    found = F.linear_log_probs(**tensors, entropy=True)
     total = found.log_probs.sum() + found.entropy.square().sum()
-    first = torch.autograd.grad(total, leaves(made), retain_graph=True)
-    for a, b in zip(first, torch.autograd.grad(total, leaves(made), retain_graph=True), strict=True):
+    first = torch.autograd.grad(total, leaves(tensors), retain_graph=True)
+    for a, b in zip(first, torch.autograd.grad(total, leaves(tensors), retain_graph=True), strict=True):
         torch.testing.assert_close(a, b)
     found = found[:2]
-    alone = [torch.autograd.grad(t.sum(), leaves(made), retain_graph=True) for t in found]
-    for a, b, c in zip(*alone, torch.autograd.grad(sum(t.sum() for t in found), leaves(made)), strict=True):
+    alone = [torch.autograd.grad(t.sum(), leaves(tensors), retain_graph=True) for t in found]
+    for a, b, c in zip(*alone, torch.autograd.grad(sum(t.sum() for t in found), leaves(tensors)), strict=True):
         torch.testing.assert_close(a + b, c, atol=1e-5, rtol=1e-4)
 
     temperature = 0.5 + torch.rand(120, generator=torch.Generator().manual_seed(0)).to(device)
-    flat = F.linear_log_probs(**made, temperature=temperature, **EVERYTHING)
-    counted = F.linear_log_probs(**made, temperature=temperature, **EVERYTHING, rows=F.count_rows(made["target"]))
-    shaped = {"x": made["x"].view(3, 40, 16), "target": made["target"].view(3, 40)}
-    cube = F.linear_log_probs(**{**made, **shaped}, temperature=temperature.view(3, 40), **EVERYTHING)
+    flat = F.linear_log_probs(**tensors, temperature=temperature, **EVERYTHING)
+    counted = F.linear_log_probs(**tensors, temperature=temperature, **EVERYTHING, rows=F.count_rows(tensors["target"]))
+    shaped = {"x": tensors["x"].view(3, 40, 16), "target": tensors["target"].view(3, 40)}
+    cube = F.linear_log_probs(**{**tensors, **shaped}, temperature=temperature.view(3, 40), **EVERYTHING)
     for a, b, c in zip(flat, counted, cube, strict=True):
         torch.testing.assert_close(a, b)
         torch.testing.assert_close(a, c.view(120))
@@ -238,41 +241,41 @@ def test_in_a_graph(device, dynamic):
 
     compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for rows in (40, 56):
-        made = arguments(rows, 16, 90, device=device, bias=False)
+        tensors = arguments(rows, 16, 90, device=device, bias=False)
         temperature = 0.5 + torch.rand(rows, generator=torch.Generator().manual_seed(0)).to(device)
-        expected, found = (f(**made, temperature=temperature) for f in (step, compiled))
+        expected, found = (f(**tensors, temperature=temperature) for f in (step, compiled))
         torch.testing.assert_close(found, expected)
-        for a, b in zip(*(torch.autograd.grad(of[0], leaves(made)) for of in (found, expected)), strict=True):
+        for a, b in zip(*(torch.autograd.grad(of[0], leaves(tensors)) for of in (found, expected)), strict=True):
             torch.testing.assert_close(a, b)
 
 
 def test_under_autocast(device):
     """Weights in float32, matmuls in bfloat16, results in float32."""
-    made = arguments(256, 64, 700, device=device, bias=False)
+    tensors = arguments(256, 64, 700, device=device, bias=False)
     with torch.autocast(device.type, torch.bfloat16):
-        found = F.linear_log_probs(**made, entropy=True)
+        found = F.linear_log_probs(**tensors, entropy=True)
     assert found.log_probs.dtype == found.entropy.dtype == torch.float32
-    exact = doubles(made)
+    exact = doubles(tensors)
     expected = reference(**exact)
     for value, right in zip(found[:2], expected[:2], strict=True):
         torch.testing.assert_close(value.double(), right, rtol=0, atol=0.05)
     totals = found.log_probs.sum() + found.entropy.sum(), expected[0].sum() + expected[1].sum()
-    both = torch.autograd.grad(totals[0], leaves(made)), torch.autograd.grad(totals[1], leaves(exact))
+    both = torch.autograd.grad(totals[0], leaves(tensors)), torch.autograd.grad(totals[1], leaves(exact))
     for a, b in zip(*both, strict=True):
         assert a.dtype == torch.float32
         torch.testing.assert_close(a.double(), b, rtol=0, atol=0.05 * b.abs().max().item())
 
 
 def test_in_a_checkpoint(device):
-    made = arguments(100, 16, 90, device=device)
+    tensors = arguments(100, 16, 90, device=device)
 
-    def step(**made):
-        found = F.linear_log_probs(**made, entropy=True)
+    def step(**tensors):
+        found = F.linear_log_probs(**tensors, entropy=True)
         return found.log_probs.sum() + found.entropy.sum()
 
-    kept = torch.autograd.grad(step(**made), leaves(made))
-    again = torch.utils.checkpoint.checkpoint(step, **made, use_reentrant=False)
-    for a, b in zip(kept, torch.autograd.grad(again, leaves(made)), strict=True):
+    kept = torch.autograd.grad(step(**tensors), leaves(tensors))
+    again = torch.utils.checkpoint.checkpoint(step, **tensors, use_reentrant=False)
+    for a, b in zip(kept, torch.autograd.grad(again, leaves(tensors)), strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -304,12 +307,12 @@ def test_a_flag_that_is_none(device):
 def test_a_gradient_of_the_entropy_needs_no_further_matmul(device):
     """Without softcap dweight's memory holds the gradient of all logits, which may be overwritten; with it, one more
     matmul."""
-    made = arguments(120, 64, 300, device=device, bias=False)
+    tensors = arguments(120, 64, 300, device=device, bias=False)
     plan = overlaid((120, 64, 300), 1)
     matmuls = []
     for options in ({}, {"softcap": 10.0}):
         with FlopCounterMode(display=False) as counter:
-            found = F.linear_log_probs(**made, entropy=True, memory=plan, **options)
+            found = F.linear_log_probs(**tensors, entropy=True, memory=plan, **options)
             (found.log_probs.sum() + found.entropy.sum()).backward()
         matmuls.append(counter.get_total_flops() / (2 * 120 * 64 * 300))
     assert matmuls == [3, 4]
@@ -317,15 +320,15 @@ def test_a_gradient_of_the_entropy_needs_no_further_matmul(device):
 
 def test_a_temperature_of_float64():
     """Together with a softcap, the temperature becomes a factor of each row."""
-    made = doubles(arguments(8, 4, 9))
-    found = F.linear_log_probs(**made, temperature=0.7, softcap=3.0)
-    torch.testing.assert_close(found, reference(**made, temperature=0.7, softcap=3.0)[0], rtol=1e-12, atol=1e-12)
+    tensors = doubles(arguments(8, 4, 9))
+    found = F.linear_log_probs(**tensors, temperature=0.7, softcap=3.0)
+    torch.testing.assert_close(found, reference(**tensors, temperature=0.7, softcap=3.0)[0], rtol=1e-12, atol=1e-12)
 
 
 def test_numbers_of_numpy(device):
-    made, half = arguments(8, 4, 9, device=device), np.float64(0.5)
-    expected = F.linear_log_probs(**made, temperature=0.5, logit_scale=0.5)
+    tensors, half = arguments(8, 4, 9, device=device), np.float64(0.5)
+    expected = F.linear_log_probs(**tensors, temperature=0.5, logit_scale=0.5)
     for number in (half, np.float32(half)):
-        assert torch.equal(F.linear_log_probs(**made, temperature=number, logit_scale=number), expected)
-    capped = F.linear_log_probs(**made, temperature=half, softcap=half)
-    assert torch.equal(capped, F.linear_log_probs(**made, temperature=0.5, softcap=0.5))
+        assert torch.equal(F.linear_log_probs(**tensors, temperature=number, logit_scale=number), expected)
+    capped = F.linear_log_probs(**tensors, temperature=half, softcap=half)
+    assert torch.equal(capped, F.linear_log_probs(**tensors, temperature=0.5, softcap=0.5))

@@ -10,7 +10,6 @@ from cases import RecordCalls
 from llama_models import (
     TRANSFORMERS,
     VOCAB,
-    batch_of,
     build,
     checkpoint_layers,
     compare,
@@ -18,6 +17,7 @@ from llama_models import (
     count_calls,
     distance,
     exact,
+    make_batch,
     one_thread,  # noqa: F401
     ops,
     patched,
@@ -49,7 +49,7 @@ OPTIONS = {
 @dtypes
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_every_option(device, dtype, options):
-    compare(build(device=device, dtype=dtype).train(), batch_of(device), **options)
+    compare(build(device=device, dtype=dtype).train(), make_batch(device), **options)
 
 
 MODELS = {
@@ -67,7 +67,7 @@ MODELS = {
 @dtypes
 @pytest.mark.parametrize("overrides", MODELS.values(), ids=MODELS)
 def test_every_model(device, dtype, overrides):
-    compare(build(device=device, dtype=dtype, **overrides).train(), batch_of(device))
+    compare(build(device=device, dtype=dtype, **overrides).train(), make_batch(device))
 
 
 def test_another_activation_leaves_the_mlp_alone():
@@ -80,7 +80,7 @@ def test_another_activation_leaves_the_mlp_alone():
 def test_bias_of_the_head(device, dtype):
     model = build(device=device, dtype=dtype).train()
     model.lm_head = nn.Linear(64, VOCAB, device=device, dtype=dtype)
-    compare(model, batch_of(device))
+    compare(model, make_batch(device))
 
 
 def shifted(batch):
@@ -108,14 +108,14 @@ BATCHES = {
 @dtypes
 @pytest.mark.parametrize("change", BATCHES.values(), ids=BATCHES)
 def test_every_batch_in_training(device, dtype, change):
-    compare(build(device=device, dtype=dtype).train(), change(batch_of(device)))
+    compare(build(device=device, dtype=dtype).train(), change(make_batch(device)))
 
 
 @dtypes
 @pytest.mark.parametrize("change", BATCHES.values(), ids=BATCHES)
 def test_every_batch_in_evaluation(device, dtype, change):
     model = build(device=device, dtype=dtype).eval()
-    batch = change(batch_of(device))
+    batch = change(make_batch(device))
     compare(model, batch)
     output = patched(model)(**batch, skip_logits=True)
     assert "logits" not in output
@@ -174,13 +174,13 @@ def test_gradient_checkpointing(device, dtype, use_reentrant):
         assert (first, len(calls)) == (2, 4), "the backward did not recompute the layers"
         return output
 
-    compare(build(device=device, dtype=dtype).train(), batch_of(device), forward)
+    compare(build(device=device, dtype=dtype).train(), make_batch(device), forward)
 
 
 def test_checkpointing_warns_about_the_cache_as_transformers_does(device):
     model = patched(build(device=device).train())
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
-    assert model(**batch_of(device), use_cache=True).past_key_values is None or TRANSFORMERS >= (5, 0)
+    assert model(**make_batch(device), use_cache=True).past_key_values is None or TRANSFORMERS >= (5, 0)
 
 
 @dtypes
@@ -191,9 +191,9 @@ def test_logits_on_demand_in_training(device, dtype):
         assert output.logits is not None
         return output
 
-    model = compare(build(device=device, dtype=dtype).train(), batch_of(device), forward)
-    assert model(**batch_of(device), skip_logits=False).logits.shape == (3, 11, VOCAB)
-    assert "logits" not in model(**batch_of(device))
+    model = compare(build(device=device, dtype=dtype).train(), make_batch(device), forward)
+    assert model(**make_batch(device), skip_logits=False).logits.shape == (3, 11, VOCAB)
+    assert "logits" not in model(**make_batch(device))
     assert model(tokens(2, 5, device=device)).logits is not None
 
 
@@ -206,13 +206,13 @@ def test_logits_without_labels_are_not_skipped(train):
 
 def test_as_many_labels_as_positions():
     with pytest.raises(ValueError, match="labels for 33 positions, but 12 are kept"):
-        patched(build().train())(**batch_of("cpu"), logits_to_keep=4)
+        patched(build().train())(**make_batch("cpu"), logits_to_keep=4)
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_labels_with_a_dimension_too_many(device, training):
     """The shift would act on their last dimension, of size 1, and leave no label."""
-    model, batch = patched(build(device=device).train(training)), batch_of(device)
+    model, batch = patched(build(device=device).train(training)), make_batch(device)
     with pytest.raises(ValueError, match=r"labels have shape \[3, 11, 1\], expected \[batch, sequence\]"):
         model(**{**batch, "labels": batch["labels"].unsqueeze(-1)}, skip_logits=True)
 
@@ -228,7 +228,7 @@ def test_all_labels_ignored(device, items):
 
 def test_shifted_labels_alone_suffice(device):
     model = patched(build(device=device).train())
-    batch = batch_of(device)
+    batch = make_batch(device)
     expected = model(**batch).loss
     labels = shifted(batch)
     assert torch.equal(model(batch["input_ids"], shift_labels=labels).loss, expected)
@@ -239,7 +239,7 @@ def test_shifted_labels_alone_suffice(device):
 
 def test_positional_arguments(device):
     model = patched(build(device=device).train())
-    batch = batch_of(device)
+    batch = make_batch(device)
     assert torch.equal(model(batch["input_ids"], None, None, None, None, batch["labels"]).loss, model(**batch).loss)
 
 
@@ -247,7 +247,7 @@ def test_positional_arguments(device):
 def test_tuples(device, training):
     stock = build(device=device).train(training)
     model = patched(stock)
-    batch = batch_of(device)
+    batch = make_batch(device)
     expected, result = (m(**batch, return_dict=False, use_cache=True) for m in (stock, model))
     assert isinstance(result, tuple)
     kinds = [type(item) for item in expected]
@@ -291,7 +291,7 @@ def test_generation_with_a_cache(device):
 def test_every_op_is_used(device):
     model = patched(build(device=device).train())
     with RecordCalls() as record:
-        model(**batch_of(device)).loss.backward()
+        model(**make_batch(device)).loss.backward()
     # Counts for two layers. rms_norm runs for the input norms and the last norm, and again in the backward for all
     # norms of the layers, whose backward adds the gradient of the residual stream.
     forward = {"rms_norm": 3 + 4, "add_rms_norm": 2, "glu": 2, "rope": 2, "fused_linear_cross_entropy": 1}
@@ -302,7 +302,7 @@ def test_every_op_is_used(device):
 
 def test_loss_options(device):
     stock = build(device=device).train()
-    model, batch = patched(stock), batch_of(device)
+    model, batch = patched(stock), make_batch(device)
     logits = stock(**batch).logits[:, :-1].flatten(0, 1)
     targets = batch["labels"][:, 1:].flatten()
     valid = targets != -100
@@ -328,7 +328,7 @@ def test_loss_options(device):
 @pytest.mark.parametrize("skip_logits", [None, False])
 def test_accuracy_and_predictions(device, skip_logits):
     stock = build(device=device).train()
-    batch = batch_of(device)
+    batch = make_batch(device)
     output = patched(stock)(**batch, return_token_accuracy=True, return_predicted_tokens=True, skip_logits=skip_logits)
     assert isinstance(output, LigerCausalLMOutputWithPast)
     targets = shifted(batch).flatten()
@@ -342,7 +342,7 @@ def test_accuracy_and_predictions(device, skip_logits):
 def test_a_loss_of_the_users_own_is_obeyed(device):
     model = patched(build(device=device).train())
     model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.float().square().mean()
-    output = model(**batch_of(device))
+    output = model(**make_batch(device))
     assert output.logits is not None
     torch.testing.assert_close(output.loss, output.logits.float().square().mean())
 
@@ -352,14 +352,14 @@ def test_hooks_on_the_head_run(device):
     model = patched(stock)
     seen = []
     hook = model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output) or output * 2)
-    output = model(**batch_of(device))
+    output = model(**make_batch(device))
     assert len(seen) == 1
     assert "logits" not in output
     doubled = build(device=device).train()
     doubled.lm_head.weight.data.mul_(2)
-    torch.testing.assert_close(output.loss, doubled(**batch_of(device)).loss)
+    torch.testing.assert_close(output.loss, doubled(**make_batch(device)).loss)
     hook.remove()
-    torch.testing.assert_close(model(**batch_of(device)).loss, stock(**batch_of(device)).loss)
+    torch.testing.assert_close(model(**make_batch(device)).loss, stock(**make_batch(device)).loss)
 
 
 def test_hooks_on_a_norm_see_what_they_saw(device):
@@ -375,10 +375,10 @@ def test_hooks_on_a_norm_see_what_they_saw(device):
 def test_frozen_head_and_frozen_backbone(device):
     model = build(device=device, tie_word_embeddings=False).train()
     model.lm_head.requires_grad_(False)
-    compare(model, batch_of(device))
+    compare(model, make_batch(device))
     model.requires_grad_(False)
     model.lm_head.requires_grad_(True)
-    compare(model, batch_of(device))
+    compare(model, make_batch(device))
 
 
 def test_rope_scaling(device):
@@ -388,7 +388,7 @@ def test_rope_scaling(device):
         overrides = dict(rope_parameters=dict(scaling, rope_theta=10000.0))
     else:
         overrides = dict(rope_scaling=scaling)
-    compare(build(device=device, **overrides).train(), batch_of(device))
+    compare(build(device=device, **overrides).train(), make_batch(device))
 
 
 def test_signature_is_kept():

@@ -6,13 +6,13 @@ import pytest
 import torch
 from llama_models import (
     TRANSFORMERS,
-    batch_of,
     build,
     checkpoint_layers,
     compare,
     frozen,
     levels,
     lora,
+    make_batch,
     one_thread,  # noqa: F401
     patched,
     step,
@@ -60,18 +60,18 @@ MODELS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_tiles_give_what_stock_gives(device, dtype, make, memory, use_reentrant, small_tiles):
-    compare(checkpointed(make().to(device, dtype).train(), use_reentrant), batch_of(device), memory=memory)
+    compare(checkpointed(make().to(device, dtype).train(), use_reentrant), make_batch(device), memory=memory)
 
 
 @reentrant
 @levels
 def test_in_one_tile(device, memory, use_reentrant):
-    compare(checkpointed(build(device=device).train(), use_reentrant), batch_of(device), memory=memory)
+    compare(checkpointed(build(device=device).train(), use_reentrant), make_batch(device), memory=memory)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_tiles_without_a_checkpoint(device, dtype, small_tiles):
-    compare(build(mlp_bias=True).to(device, dtype).train(), batch_of(device), memory="low")
+    compare(build(mlp_bias=True).to(device, dtype).train(), make_batch(device), memory="low")
 
 
 def test_tiles_of_a_layout_that_is_not_contiguous(device, small_tiles):
@@ -79,14 +79,14 @@ def test_tiles_of_a_layout_that_is_not_contiguous(device, small_tiles):
         states = model(input_ids).last_hidden_state
         return {"loss": (states.transpose(0, 1) * torch.arange(64, device=device)).square().mean()}
 
-    compare(build(LlamaModel, device=device).train(), batch_of(device), forward, memory="low")
+    compare(build(LlamaModel, device=device).train(), make_batch(device), forward, memory="low")
 
 
 def test_the_sum_over_tiles_is_rounded_once(device, monkeypatch):
     """As close to float64 as one product over all rows, with many tiles."""
     torch.manual_seed(0)
     model = build(device=device, dtype=torch.bfloat16, num_hidden_layers=1).train()
-    batch = batch_of(device, 8, 64)
+    batch = make_batch(device, 8, 64)
     results = []
     for tile in (1 << 30, 4):
         monkeypatch.setattr(layer, "TILE", tile)
@@ -101,8 +101,8 @@ def test_the_sum_over_tiles_is_rounded_once(device, monkeypatch):
 @pytest.mark.parametrize("memory", ["auto", "low", "min"])
 def test_a_checkpoint_changes_no_bit(device, memory, use_reentrant):
     model = patched(build(device=device, dtype=torch.bfloat16).train(), memory=memory)
-    expected = step(model, batch_of(device))
-    assert_same_bits(step(checkpointed(model, use_reentrant), batch_of(device)), expected)
+    expected = step(model, make_batch(device))
+    assert_same_bits(step(checkpointed(model, use_reentrant), make_batch(device)), expected)
 
 
 class Multiplied(TorchDispatchMode):
@@ -127,7 +127,7 @@ def flops(model, batch) -> int:
 @reentrant
 def test_the_second_run_ends_before_down_proj(device, use_reentrant):
     """The checkpoint recomputes all matmuls of a layer's forward except down_proj."""
-    batch, model = batch_of(device), patched(build(device=device).train())
+    batch, model = make_batch(device), patched(build(device=device).train())
     plain = flops(model, batch)
     again = flops(checkpointed(model, use_reentrant), batch) - plain
     rows = batch["labels"].numel()
@@ -149,22 +149,22 @@ def test_a_checkpoint_inside_a_checkpoint(device, memory, use_reentrant):
         )
         return {"loss": states.square().mean()}
 
-    compare(checkpointed(build(device=device).train(), use_reentrant), batch_of(device), forward, memory=memory)
+    compare(checkpointed(build(device=device).train(), use_reentrant), make_batch(device), forward, memory=memory)
 
 
 @pytest.mark.parametrize("memory", ["auto", "low", "min"])
 def test_all_of_a_second_run(device, memory):
     """Without an early stop, the recomputation of a checkpoint runs to the end of the layer."""
     model = patched(build(device=device).train(), memory=memory)
-    expected = step(model, batch_of(device))
+    expected = step(model, make_batch(device))
     checkpointed(model, False)
     with set_checkpoint_early_stop(False):
-        assert_same_bits(step(model, batch_of(device)), expected)
+        assert_same_bits(step(model, make_batch(device)), expected)
 
 
 def test_a_graph_is_used_twice(device):
     model = checkpointed(patched(build(device=device).train()), False)
-    loss = model(**batch_of(device)).loss
+    loss = model(**make_batch(device)).loss
     loss.backward(retain_graph=True)
     first = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
@@ -180,7 +180,7 @@ def test_hooks_on_a_layer_see_what_it_returns(device, use_reentrant):
         lambda module, arguments, result: seen.append((result[0] if isinstance(result, tuple) else result).sum().item())
     )
     checkpointed(model, use_reentrant)
-    model(**batch_of(device)).loss.backward()
+    model(**make_batch(device)).loss.backward()
     assert len(set(seen)) == 1
 
 
@@ -194,12 +194,12 @@ def test_other_checkpoints_get_whole_results(device):
     matmuls = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
     contexts = functools.partial(create_selective_checkpoint_contexts, matmuls)
     model = patched(build(device=device).train())
-    expected = step(model, batch_of(device))
+    expected = step(model, make_batch(device))
     checkpointed(model, False, context_fn=contexts)
-    assert_same_bits(step(model, batch_of(device)), expected)
+    assert_same_bits(step(model, make_batch(device)), expected)
     for module in model.model.layers:
         module._gradient_checkpointing_func = twice
-    assert_same_bits(step(model, batch_of(device)), expected)
+    assert_same_bits(step(model, make_batch(device)), expected)
 
 
 def scaled_layers(model):
@@ -250,12 +250,12 @@ def replaced_function(model):
             torch.autograd.backward(result, gradient)
             return None, x.grad
 
-    def own_checkpoint(function, x):
+    def user_checkpoint(function, x):
         result = Checkpoint.apply(function, x)
         return (result,) if TRANSFORMERS < (4, 54) else result
 
     for module in model.model.layers:
-        module._gradient_checkpointing_func = own_checkpoint
+        module._gradient_checkpointing_func = user_checkpoint
 
 
 @by_layer
@@ -267,7 +267,7 @@ def test_code_of_others_that_reads_the_second_result(device, change, use_reentra
     results = []
     for each in (stock, model):
         change(each)
-        results.append(step(each, batch_of(device)))
+        results.append(step(each, make_batch(device)))
     expected, found = results
     for name in expected.keys() & found.keys():
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
@@ -320,8 +320,8 @@ def test_compiled(device, use_reentrant, first):
     stock = build(device=device).train()
     model = checkpointed(stock, use_reentrant) if first == "checkpoint" else stock
     model = checkpointed(patched(model), use_reentrant)
-    compare_with = step(checkpointed(stock, use_reentrant), batch_of(device))
-    result = step(torch.compile(model, backend="aot_eager", fullgraph=True), {**batch_of(device), "use_cache": False})
+    compare_with = step(checkpointed(stock, use_reentrant), make_batch(device))
+    result = step(torch.compile(model, backend="aot_eager", fullgraph=True), {**make_batch(device), "use_cache": False})
     for name, value in compare_with.items():
         if f"_orig_mod.{name}" in result:
             torch.testing.assert_close(result[f"_orig_mod.{name}"], value, rtol=1e-4, atol=1e-5)

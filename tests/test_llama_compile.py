@@ -12,11 +12,11 @@ from llama_models import (  # noqa: F401
     TRANSFORMERS,
     VOCAB,
     assert_as_good,
-    batch_of,
     build,
     checkpoint_layers,
     exact,
     lora,
+    make_batch,
     one_thread,
     ops,
     patched,
@@ -65,7 +65,7 @@ def test_training_step(device):
     model = patched(stock)
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
     for rows, seq in ((3, 11), (2, 17)):
-        batch = batch_of(device, rows, seq)
+        batch = make_batch(device, rows, seq)
         batch["num_items_in_batch"] = torch.tensor(19, device=device)
         result = compiled_step(compiled, batch)
         assert_as_good(result, step(stock, batch), step(exact(stock), batch))
@@ -89,7 +89,7 @@ def test_lora(device, dynamic):
 
     compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend=aot_autograd(fw_compiler=look))
     for rows in (3, 2):
-        batch = batch_of(device, rows)
+        batch = make_batch(device, rows)
         assert_as_good(compiled_step(compiled, batch), step(stock, batch), step(exact(stock), batch))
     assert {f"liger_ext_models.{name}.default" for name in ("norm_linears", "norm_mlp", "adapted")} <= called
 
@@ -105,7 +105,7 @@ def test_no_graph_is_made_for_a_third_length(device, dynamic, graphs, use_reentr
         checkpoint_layers(model, use_reentrant)
     compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend=WITHOUT_CODE)
     for seq in (11, 17, 13):
-        batch = batch_of(device, 2, seq)
+        batch = make_batch(device, 2, seq)
         result = compiled_step(compiled, {**batch, "use_cache": False})
         assert_as_good(result, step(stock, batch), step(exact(stock), batch))
     assert counters["stats"]["unique_graphs"] == graphs
@@ -121,7 +121,7 @@ def test_layers_compiled_one_by_one(device, use_reentrant):
     for layer in model.model.layers:
         layer.compile(fullgraph=True, backend=WITHOUT_CODE)
     for seq in (11, 17, 13):
-        batch = batch_of(device, 2, seq)
+        batch = make_batch(device, 2, seq)
         assert_as_good(step(model, batch), step(stock, batch), step(exact(stock), batch))
     assert not counters["graph_break"]
 
@@ -134,14 +134,14 @@ def test_mixed_precision(device):
         with torch.autocast(torch.device(device).type, torch.bfloat16):
             return model(**batch)
 
-    batch = batch_of(device)
+    batch = make_batch(device)
     compiled = torch.compile(patched(stock), fullgraph=True, backend=WITHOUT_CODE)
     result = step(compiled, batch, forward)
     result = {name.removeprefix("_orig_mod."): value for name, value in result.items()}
     assert_as_good(result, step(stock, batch, forward), step(exact(stock), batch))
 
 
-def kept_bytes(model, batch):
+def saved_bytes(model, batch):
     """Bytes that the compiled forward saves for its backward, without parameters and buffers."""
     torch._dynamo.reset()
     held = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
@@ -165,13 +165,13 @@ def test_what_a_layer_keeps(hooks):
     """A layer saves neither the outputs of its norms and its activation, which are recomputed, nor a mask of [seq,
     seq], which is never built. Where hooks on linear layers prevent our ops, checkpoints recompute these outputs."""
     sizes = dict(num_key_value_heads=4, hidden_size=64, intermediate_size=192)
-    batch, kept = batch_of("cpu", 2, 32), []
+    batch, kept = make_batch("cpu", 2, 32), []
     for layers in (1, 3):
         model = patched(build(num_hidden_layers=layers, **sizes).train())
         for name, module in model.named_modules():
             if hooks and name.endswith(("q_proj", "up_proj")):
                 module.register_forward_hook(lambda module, arguments, result: None)
-        kept.append(kept_bytes(model, batch))
+        kept.append(saved_bytes(model, batch))
     hidden = 2 * 32 * 64 * 4
     layer_input, summand, qkv_and_output, gate_and_up = 1, 1, 4, 2 * 3
     log_sum_exp = 4 / 64  # for each head
@@ -184,7 +184,7 @@ def test_what_a_layer_keeps(hooks):
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("memory", ["auto", "low"])
 def test_a_training_step_is_exported(memory, strict):
-    model, batch = patched(build(num_hidden_layers=1).train(), memory=memory), batch_of("cpu")
+    model, batch = patched(build(num_hidden_layers=1).train(), memory=memory), make_batch("cpu")
     program = torch.export.export(model, (), dict(**batch, use_cache=False), strict=strict)
     assert ops_in(program) == {*OPS, "fused_linear_cross_entropy"}
     assert_same(step(program.module(), dict(batch, use_cache=False)), step(model, batch))
@@ -243,7 +243,7 @@ def test_the_gradient_of_the_embedding(device, tied):
     backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, decompositions=select_decomp_table())
     stock = build(device=device, dtype=torch.bfloat16, num_hidden_layers=1, tie_word_embeddings=tied).train()
     stock.get_input_embeddings().padding_idx = 2 - VOCAB  # counted from the end
-    batch = batch_of(device, 4, 32)
+    batch = make_batch(device, 4, 32)
     batch["input_ids"] = batch["input_ids"] % 5  # includes padding_idx, whose row has no gradient
     model = patched(stock)
     result = compiled_step(torch.compile(model, fullgraph=True, backend=backend), batch)
@@ -279,7 +279,7 @@ def test_attention_gets_a_mask_only_if_it_needs_one(name, embedded):
     """As without torch.compile, where transformers inspects the values; without a mask `is_causal` is True."""
     arguments, masked = CALLS[name]
     stock = build().train()
-    batch = {**batch_of("cpu"), **arguments}
+    batch = {**make_batch("cpu"), **arguments}
     if embedded:
         batch["inputs_embeds"] = stock.model.embed_tokens(batch.pop("input_ids")).detach()
     graphs, model = [], patched(stock)
@@ -317,7 +317,7 @@ def test_hidden_states_are_recorded(cls):
 @pytest.mark.skipif(not hasattr(modeling_llama, "create_causal_mask"), reason="masks are made by a method")
 def test_without_a_graph_no_mask_is_made_either(monkeypatch):
     """transformers would read position_ids to find that no mask is needed, which synchronises with a GPU."""
-    batch, calls = batch_of("cpu"), []
+    batch, calls = make_batch("cpu"), []
     utilities = sys.modules[modeling_llama.create_causal_mask.__module__]
     monkeypatch.setattr(utilities, "find_packed_sequence_indices", calls.append)
     model = patched(build().train())
@@ -379,7 +379,7 @@ def test_the_graph_holds_our_ops(device):
         return graph.forward
 
     compiled = torch.compile(patched(stock), fullgraph=True, backend=keep_graph)
-    batch = batch_of(device)
+    batch = make_batch(device)
     with torch.no_grad():
         expected, output = stock(**batch), compiled(**batch)
         torch.testing.assert_close(output.logits, expected.logits, rtol=1e-4, atol=1e-4)

@@ -4,11 +4,11 @@ import pytest
 import torch
 from llama_models import (  # noqa: F401
     FACTOR,
-    batch_of,
     build,
     compare,
     config,
     exact,
+    make_batch,
     one_thread,
     patched,
     rounding,
@@ -27,15 +27,15 @@ def under_autocast(model, **batch):
 
 def test_autocast(device):
     stock = build(device=device).train()
-    model = compare(stock, batch_of(device), under_autocast)
+    model = compare(stock, make_batch(device), under_autocast)
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
-    compare(stock.eval(), batch_of(device), under_autocast)  # compares the logits' dtype, too
+    compare(stock.eval(), make_batch(device), under_autocast)  # compares the logits' dtype, too
     with torch.autocast(device.type, torch.bfloat16):
         assert model.eval()(tokens(1, 4, device=device)).logits.dtype == torch.bfloat16
-        assert model.train()(**batch_of(device)).loss.dtype == torch.float32
+        assert model.train()(**make_batch(device)).loss.dtype == torch.float32
 
 
-def norms_of(model):
+def rms_norms(model):
     return [module for module in model.modules() if type(module).__name__ == "LlamaRMSNorm"]
 
 
@@ -51,7 +51,7 @@ def test_a_head_in_fp32(device, training):
     """The last norm and the head in fp32: the norm returns its weight's dtype, as the head requires."""
     stock = build(device=device, tie_word_embeddings=False).train(training)
     in_parts(stock, [stock.model.norm, stock.lm_head])
-    model = compare(stock, batch_of(device))
+    model = compare(stock, make_batch(device))
     assert model.eval()(tokens(1, 4, device=device)).logits.dtype == torch.float32
     generated = model.generate(tokens(1, 4, device=device), max_new_tokens=2, do_sample=False, pad_token_id=0)
     assert generated.shape == (1, 6)
@@ -60,13 +60,13 @@ def test_a_head_in_fp32(device, training):
 def test_norms_in_fp32_under_autocast(device):
     """As peft.prepare_model_for_kbit_training leaves them: hidden states have the same dtypes as stock's."""
     stock = build(device=device).train()
-    in_parts(stock, norms_of(stock))
+    in_parts(stock, rms_norms(stock))
     model = patched(stock)
     with torch.autocast(device.type, torch.bfloat16):
-        ours, theirs = (m(**batch_of(device), output_hidden_states=True) for m in (model, stock))
+        ours, theirs = (m(**make_batch(device), output_hidden_states=True) for m in (model, stock))
     assert [h.dtype for h in ours.hidden_states] == [h.dtype for h in theirs.hidden_states]
 
-    compare(stock, batch_of(device), under_autocast)
+    compare(stock, make_batch(device), under_autocast)
 
 
 def test_a_classifier_in_fp32(device):
@@ -89,7 +89,7 @@ def test_fp16_with_a_scaled_loss(device):
         while made < 3:
             optimizer.zero_grad()
             with torch.autocast(device.type, torch.float16, enabled=model is not reference):
-                loss = model(**batch_of(device)).loss
+                loss = model(**make_batch(device)).loss
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             before = scaler.get_scale()

@@ -13,23 +13,23 @@ from llama_models import (  # noqa: F401
     TRANSFORMERS,
     VOCAB,
     assert_as_good,
-    batch_of,
     build,
     checkpoint_layers,
     frozen,
     lora,
+    make_batch,
     one_thread,
     patched,
     step,
 )
-from test_count_rows import rows_of_the_op
-from test_zero3 import ZeRO3, linear_of_zero3
+from test_count_rows import op_rows
+from test_zero3 import ZeRO3, zero3_linear
 from torch import nn
 
 from liger_ext import apply_liger_kernel_to_instance, compat
 from liger_ext.ops._loss_plan import SMALLEST
 
-ASKED = dict(return_log_probs=True, return_entropy=True)
+OPTIONS = dict(return_log_probs=True, return_entropy=True)
 
 
 def shifted(labels):
@@ -48,8 +48,8 @@ def from_logits(model, labels=None, shift_labels=None, num_items_in_batch=None, 
     return -log_probs.sum() / total, log_probs, entropy
 
 
-def asked_for(model, **batch):
-    output = model(**batch, **ASKED)
+def requested_results(model, **batch):
+    output = model(**batch, **OPTIONS)
     assert "logits" not in output
     assert output.log_probs.shape == batch.get("shift_labels", batch.get("labels")).shape
     return output.loss, output.log_probs, output.entropy
@@ -64,7 +64,7 @@ def objective(run, model, **batch):
     return {"loss": total, "logits": torch.stack([log_probs, entropy, loss.expand_as(entropy)])}
 
 
-def judge(stock, batch, model=None, run=asked_for, **options):
+def judge(stock, batch, model=None, run=requested_results, **options):
     """Compares results and gradients of `stock` and `model`, by default a patched copy of `stock`."""
     model = family_models.patched(stock) if model is None else model
     assert_all_as_good(stock, batch, model, run, from_logits, options)
@@ -89,8 +89,8 @@ BATCHES = {
 }
 
 
-def made(device, padding=False, is_shifted=False, logits_to_keep=0, **options):
-    batch = batch_of(device)
+def make_inputs(device, padding=False, is_shifted=False, logits_to_keep=0, **options):
+    batch = make_batch(device)
     if padding:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
         batch["attention_mask"][1, 7:] = 0
@@ -106,7 +106,7 @@ def made(device, padding=False, is_shifted=False, logits_to_keep=0, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("options", BATCHES.values(), ids=BATCHES)
 def test_equals_the_logits(device, options, dtype, train):
-    judge(build(device=device, dtype=dtype).train(train), made(device, **options))
+    judge(build(device=device, dtype=dtype).train(train), make_inputs(device, **options))
 
 
 @pytest.mark.parametrize("change", ["untied", "frozen head", "frozen model", "bias"])
@@ -116,7 +116,7 @@ def test_heads(device, change):
         stock.lm_head.bias = nn.Parameter(torch.linspace(-1, 2, VOCAB, device=device))
     elif change != "untied":
         frozen(stock, "lm_head" if change == "frozen head" else "model.")
-    judge(stock, made(device))
+    judge(stock, make_inputs(device))
 
 
 @pytest.mark.parametrize("chunk", [False, True], ids=["at once", "in chunks"])
@@ -125,7 +125,7 @@ def test_a_head_with_lora(device, train, chunk):
     stock = lora(build(device=device, tie_word_embeddings=False), target_modules=["lm_head", "q_proj"]).train(train)
     model = copy.deepcopy(stock)
     apply_liger_kernel_to_instance(model)
-    batch, sizes = batch_of(device, rows=6, seq=50), []
+    batch, sizes = make_batch(device, rows=6, seq=50), []
     head = type(model.base_model.model.lm_head)
     forward = head.forward
 
@@ -146,7 +146,7 @@ def test_hooks_on_the_head_run(device):
     model, seen = patched(stock), []
     for of in (stock, model):
         of.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.shape) or output * 2)
-    judge(stock, made(device), model)
+    judge(stock, make_inputs(device), model)
     assert (3, 11, VOCAB) in seen
 
 
@@ -155,12 +155,12 @@ def test_with_logits(device):
     stock = build(device=device).train()
 
     def run(model, **batch):
-        output = model(**batch, **ASKED, skip_logits=False)
+        output = model(**batch, **OPTIONS, skip_logits=False)
         torch.testing.assert_close(output.logits, stock(batch["input_ids"]).logits, rtol=1e-4, atol=1e-5)
         return output.loss, output.log_probs, output.entropy
 
-    judge(stock, made(device, temperature=0.7), patched(stock), run)
-    judge(stock.eval(), made(device), patched(stock), run)
+    judge(stock, make_inputs(device, temperature=0.7), patched(stock), run)
+    judge(stock.eval(), make_inputs(device), patched(stock), run)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -168,16 +168,16 @@ def test_gradient_checkpointing(device, use_reentrant):
     stock = build(device=device).train()
     model = patched(stock)
     checkpoint_layers(model, use_reentrant)
-    judge(stock, made(device), model)
+    judge(stock, make_inputs(device), model)
 
 
 @pytest.mark.parametrize("temperatures", [(0.7,), slow_if(True, (1.0, 0.7, 0.6))], ids=str)
 def test_compiled(device, temperatures):
     torch._dynamo.reset()
     stock = build(device=device, num_hidden_layers=1).train()
-    compiled = torch.compile(lambda m, **b: asked_for(m, **b), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(lambda m, **b: requested_results(m, **b), backend="aot_eager", fullgraph=True)
     for temperature in temperatures:
-        judge(stock, made(device, temperature=temperature), patched(stock), compiled)
+        judge(stock, make_inputs(device, temperature=temperature), patched(stock), compiled)
 
 
 def test_autocast(device):
@@ -188,14 +188,14 @@ def test_autocast(device):
         with torch.autocast(device.type, torch.bfloat16):
             return run(model, **batch)
 
-    ours, theirs = (functools.partial(under, run) for run in (asked_for, from_logits))
-    assert_all_as_good(stock, made(device), patched(stock), ours, theirs)
+    ours, theirs = (functools.partial(under, run) for run in (requested_results, from_logits))
+    assert_all_as_good(stock, make_inputs(device), patched(stock), ours, theirs)
 
 
 def test_logits_dtype(device):
     """It sets the dtype of the head's matmul, and is refused where the head's module computes the logits, and where no
     log-probabilities are requested."""
-    model, batch = patched(build(device=device).train().to(torch.bfloat16)), made(device)
+    model, batch = patched(build(device=device).train().to(torch.bfloat16)), make_inputs(device)
     narrow, wide = (model(**batch, return_log_probs=True, logits_dtype=of) for of in (None, torch.float32))
     with torch.no_grad():
         hidden = model.model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"))[0]
@@ -215,12 +215,12 @@ def test_logits_dtype(device):
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 def test_the_head_runs_once_on_rows_that_count(device, train):
     model = patched(build(device=device).train(train))
-    batch = batch_of(device, 4, 64)
+    batch = make_batch(device, 4, 64)
     batch["labels"][:, :40] = -100  # 96 of 256 targets remain; the last positions have none
     batch["labels"][:, -1] = -100
-    assert rows_of_the_op(lambda: model(**batch, **ASKED)) == [96]
+    assert op_rows(lambda: model(**batch, **OPTIONS)) == [96]
     with RecordCalls() as record:
-        output = model(**batch, **ASKED)
+        output = model(**batch, **OPTIONS)
         (output.loss + output.entropy.sum()).backward()
     assert record.names.count("fused_linear_cross_entropy") == 1 and "cross_entropy" not in record.names
     assert (output.log_probs != 0).sum() == (output.entropy != 0).sum() == 4 * 23
@@ -230,12 +230,12 @@ def test_the_head_runs_once_on_rows_that_count(device, train):
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 def test_zero_stage_3(monkeypatch, tied):
     """The backward, for the gradient of the entropy, gathers the head again instead of holding it until then."""
-    monkeypatch.setattr(nn.functional, "linear", linear_of_zero3())
+    monkeypatch.setattr(nn.functional, "linear", zero3_linear())
     stock = build(num_hidden_layers=1, tie_word_embeddings=tied).train()
-    model, batch = patched(stock), made("cpu", use_cache=False)
+    model, batch = patched(stock), make_inputs("cpu", use_cache=False)
     expected = step(stock, batch, functools.partial(objective, from_logits))
     zero = ZeRO3(model)
-    zero.model = lambda **batch: types.SimpleNamespace(**objective(asked_for, model, **batch))
+    zero.model = lambda **batch: types.SimpleNamespace(**objective(requested_results, model, **batch))
     for _ in range(2):
         found, *alive = zero.step(**batch)
         family_models.assert_same(found, expected)
@@ -244,18 +244,18 @@ def test_zero_stage_3(monkeypatch, tied):
 
 def test_what_is_returned(device):
     """The output has the requested results, and in eval mode a cache of keys and values."""
-    model, batch = patched(build(device=device).eval()), made(device)
+    model, batch = patched(build(device=device).eval()), make_inputs(device)
     output = model(**batch, return_log_probs=True)
     cache = "cache" if TRANSFORMERS >= (5, 24) else "past_key_values"
     assert list(output) == ["loss", cache, "log_probs"] and output.entropy is None
     with pytest.raises(AttributeError, match=r"no logits: .*skip_logits=False"):
         output.logits  # noqa: B018
     with torch.no_grad():
-        as_tuple = model(**batch, **ASKED, use_cache=False, return_dict=False)
+        as_tuple = model(**batch, **OPTIONS, use_cache=False, return_dict=False)
     assert len(as_tuple) == 3 and not as_tuple[1].requires_grad
     torch.testing.assert_close(as_tuple[1], output.log_probs.detach(), rtol=0, atol=1e-5)  # a GPU runs another kernel
-    assert list(model.train()(**batch, **ASKED)) == ["loss", "log_probs", "entropy"]
-    nothing = model(**batch | {"labels": torch.full_like(batch["labels"], -100)}, **ASKED)
+    assert list(model.train()(**batch, **OPTIONS)) == ["loss", "log_probs", "entropy"]
+    nothing = model(**batch | {"labels": torch.full_like(batch["labels"], -100)}, **OPTIONS)
     assert nothing.loss == 0 and not nothing.log_probs.any() and not nothing.entropy.any()
     (nothing.loss + nothing.log_probs.sum()).backward()
     # False and None are the defaults.
@@ -266,7 +266,7 @@ def test_what_is_returned(device):
 
 @pytest.mark.parametrize("skip_logits", [None, False])
 def test_accuracy(device, skip_logits):
-    model, batch = patched(build(device=device).train()), made(device)
+    model, batch = patched(build(device=device).train()), make_inputs(device)
     likely = model(batch["input_ids"]).logits.argmax(-1)
     batch["labels"][1:, 1:7] = likely[1:, :6]  # the most likely token of 12 of 26 positions
     options = dict(return_token_accuracy=True, skip_logits=skip_logits)
@@ -277,7 +277,7 @@ def test_accuracy(device, skip_logits):
 
 
 def test_neutral_options_of_the_loss(device):
-    model, batch = patched(build(device=device).train()), made(device)
+    model, batch = patched(build(device=device).train()), make_inputs(device)
     neutral = dict(label_smoothing=0.0, lse_square_scale=0.0, ce_weight=None, return_predicted_tokens=False)
     expected = model(**batch, return_log_probs=True)
     assert torch.equal(model(**batch, **neutral, return_log_probs=True).log_probs, expected.log_probs)
@@ -303,7 +303,7 @@ WRONG = [
 @pytest.mark.parametrize("options, error, message", WRONG, ids=lambda value: str(value)[:40])
 def test_errors(options, error, message, skip_logits):
     with pytest.raises(error, match=message):
-        patched(build())(**made("cpu") | ASKED | options, skip_logits=skip_logits)
+        patched(build())(**make_inputs("cpu") | OPTIONS | options, skip_logits=skip_logits)
 
 
 def test_a_loss_of_the_users_own(device):
@@ -311,10 +311,10 @@ def test_a_loss_of_the_users_own(device):
     an error."""
     model, given = patched(build(device=device).train()), {}
     model.loss_function = lambda logits, labels, **options: given.update(options) or logits.mean()
-    model(**made(device), temperature=2.0)
+    model(**make_inputs(device), temperature=2.0)
     assert given["temperature"] == 2.0
     with pytest.raises(ValueError, match="loss_function is the user's own"):
-        model(**made(device), return_log_probs=True)
+        model(**make_inputs(device), return_log_probs=True)
 
 
 def test_under_the_name_liger_kernel(device):
@@ -322,20 +322,20 @@ def test_under_the_name_liger_kernel(device):
     with compat.install():
         from liger_kernel.transformers import apply_liger_kernel_to_llama, functional
 
-        model, batch = build(device=device).train(), made(device)
+        model, batch = build(device=device).train(), make_inputs(device)
         expected = from_logits(model, **batch)
         apply_liger_kernel_to_llama(model=model)
-        found = model(**batch, **ASKED)
+        found = model(**batch, **OPTIONS)
         assert found.logits is None
         torch.testing.assert_close(found.log_probs, expected[1], rtol=1e-4, atol=1e-5)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(functional, "liger_fused_linear_cross_entropy", lambda *_, **__: None)
             with pytest.warns(UserWarning, match="is not called: return_log_probs=True"):
-                model(**batch, **ASKED)
+                model(**batch, **OPTIONS)
 
 
 def test_generates_the_same(device):
-    stock, ids = build(device=device).eval(), batch_of(device)["input_ids"]
+    stock, ids = build(device=device).eval(), make_batch(device)["input_ids"]
     options = dict(max_new_tokens=5, do_sample=True, temperature=0.7, top_k=0)
     found = []
     for model in (stock, patched(stock)):

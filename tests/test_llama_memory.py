@@ -9,12 +9,12 @@ import torch
 from llama_models import (
     LEVELS,
     TRANSFORMERS,
-    batch_of,
     build,
     compare,
     frozen,
     levels,
     lora,
+    make_batch,
     one_thread,  # noqa: F401
     patched,
     step,
@@ -48,39 +48,39 @@ class Allocated(TorchDispatchMode):
         return sum(size for storage, size in self.storages.items() if not storage.expired())
 
 
-def kept_bytes(model: nn.Module, batch: dict[str, Tensor]) -> int:
+def saved_bytes(model: nn.Module, batch: dict[str, Tensor]) -> int:
     """Bytes that are allocated for the loss's backward, and freed with the loss: no reference cycle holds them."""
     with Allocated([*model.parameters(), *model.buffers(), *batch.values()]) as allocated:
         loss = model(**batch).loss
-    kept = allocated.bytes()
+    saved = allocated.bytes()
     del loss
     assert allocated.bytes() == 0
-    return kept
+    return saved
 
 
-def kept_by_a_layer(device, dtype, **options) -> float:
+def saved_per_layer(device, dtype, **options) -> float:
     """Saved values per token."""
-    batch = batch_of(device)
+    batch = make_batch(device)
     sizes = []
     for layers in (2, 3):
         model = patched(build(device=device, dtype=dtype, num_hidden_layers=layers).train(), **options)
-        sizes.append(kept_bytes(model, batch))
+        sizes.append(saved_bytes(model, batch))
     return (sizes[1] - sizes[0]) / (batch["labels"].numel() * dtype.itemsize)
 
 
 @dtypes
 def test_what_a_layer_keeps(device, dtype):
     hidden, mlp, heads, key_values = 64, 128, 4, 2 * 32
-    kept = {level: kept_by_a_layer(device, dtype, memory=level) for level in LEVELS}
-    assert kept["fast"] - kept["auto"] == 2 * hidden + mlp  # the norms' outputs, and act(gate) * up
-    assert kept["auto"] - kept["low"] == 2 * mlp
+    saved = {level: saved_per_layer(device, dtype, memory=level) for level in LEVELS}
+    assert saved["fast"] - saved["auto"] == 2 * hidden + mlp  # the norms' outputs, and act(gate) * up
+    assert saved["auto"] - saved["low"] == 2 * mlp
     if device.type == "cpu" and TRANSFORMERS >= (5, 0):  # other attention saves repeated keys and values, or more
         statistics = 4 / dtype.itemsize  # a row's rstd, or a head's log-sum-exp, in fp32
         attention = 2 * hidden + key_values + heads * statistics  # q, k, v, the output
-        assert kept["low"] == attention + 2 * (hidden + statistics)
+        assert saved["low"] == attention + 2 * (hidden + statistics)
 
 
-class AtOnce(Allocated):
+class MaximumAlive(Allocated):
     """Counts storages of exactly `size` bytes: the maximum that is alive at once."""
 
     def __init__(self, size: int) -> None:
@@ -99,9 +99,9 @@ def test_h_takes_the_memory_of_its_gradient(device, memory, at_once):
     """An MLP's backward allocates the gradients of h, gate and up, and at "low" it recomputes gate and up."""
     mlp = 96  # columns that no other tensor has
     model = patched(build(device=device, intermediate_size=mlp, num_hidden_layers=1).train(), memory=memory)
-    batch = batch_of(device)
+    batch = make_batch(device)
     loss = model(**batch).loss
-    with AtOnce(batch["labels"].numel() * mlp * 4) as allocated:
+    with MaximumAlive(batch["labels"].numel() * mlp * 4) as allocated:
         loss.backward()
     assert allocated.most == at_once
 
@@ -134,7 +134,7 @@ MODELS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_every_level_gives_what_stock_gives(device, dtype, make, memory):
-    compare(make().to(device, dtype).train(), batch_of(device), memory=memory)
+    compare(make().to(device, dtype).train(), make_batch(device), memory=memory)
 
 
 @levels
@@ -144,16 +144,16 @@ def test_under_autocast(device, memory):
         with torch.autocast(device.type, torch.bfloat16, enabled=enabled):
             return model(**batch)
 
-    model = compare(build(device=device).train(), batch_of(device), forward, memory=memory)
-    expected = step(model, batch_of(device), forward)
+    model = compare(build(device=device).train(), make_batch(device), forward, memory=memory)
+    expected = step(model, make_batch(device), forward)
     with torch.autocast(device.type, torch.bfloat16):  # includes the backward
-        found = step(model, batch_of(device))
+        found = step(model, make_batch(device))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_levels_give_the_same_bits(device):
     """Recomputed tensors have the bits of saved ones. (The loss has its own level, "fast" in all runs.)"""
-    batch = batch_of(device) | {"memory": "fast"}
+    batch = make_batch(device) | {"memory": "fast"}
     model = build(device=device, dtype=torch.bfloat16).train()
     fast, *others = (step(patched(model, memory=memory), batch) for memory in LEVELS)
     for found in others:
@@ -183,7 +183,7 @@ def test_compiled(device, name, memory, autocast):
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             return torch.compile(model, backend="aot_eager")(**batch)
 
-    compare(MODELS[name]().to(device).train(), batch_of(device), forward, memory=memory)
+    compare(MODELS[name]().to(device).train(), make_batch(device), forward, memory=memory)
 
 
 @levels
@@ -201,13 +201,13 @@ def test_inside_selective_checkpoints(device, memory, bias):
         )
         return {"loss": loss}
 
-    compare(build(device=device, mlp_bias=bias).train(), batch_of(device), forward, memory=memory)
+    compare(build(device=device, mlp_bias=bias).train(), make_batch(device), forward, memory=memory)
 
 
 @levels
 def test_a_graph_is_used_twice(device, memory):
     model = patched(build(device=device, mlp_bias=True).train(), memory=memory)
-    loss = model(**batch_of(device)).loss
+    loss = model(**make_batch(device)).loss
     loss.backward(retain_graph=True)
     first = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
@@ -218,9 +218,9 @@ def test_a_graph_is_used_twice(device, memory):
 @levels
 def test_kept_tensors_may_be_moved(device, memory):
     model = patched(build(device=device).train(), memory=memory)
-    expected = step(model, batch_of(device))
+    expected = step(model, make_batch(device))
     with torch.autograd.graph.save_on_cpu():
-        found = step(model, batch_of(device))
+        found = step(model, make_batch(device))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
@@ -230,7 +230,7 @@ def test_part_of_the_gradients(device, memory):
     stock = build(device=device).train()
     model = patched(stock, memory=memory)
     embedded = torch.randn(2, 5, 64, device=device)
-    labels = batch_of(device, 2, 5)["labels"]
+    labels = make_batch(device, 2, 5)["labels"]
     results = []
     for each in (stock, model):
         x = embedded.clone().requires_grad_()
@@ -247,9 +247,9 @@ def test_weights_that_are_replaced_before_the_backward(device, memory, adapted):
     one, reads the new weight, as in transformers.)"""
     stock = build(device=device)
     model = patched(lora(stock) if adapted else stock, memory=memory).train()
-    expected = step(model, batch_of(device))
+    expected = step(model, make_batch(device))
     model.zero_grad()
-    loss = model(**batch_of(device)).loss
+    loss = model(**make_batch(device)).loss
     for name, parameter in model.named_parameters():
         if any(part in name for part in ("proj", "lm_head", "layernorm")):
             parameter.data = torch.zeros_like(parameter)
@@ -263,7 +263,7 @@ def test_weights_that_are_replaced_before_the_backward(device, memory, adapted):
 def test_a_second_derivative_is_an_error(device, memory):
     model = patched(build(device=device).train(), memory=memory)
     weight = model.model.layers[0].mlp.up_proj.weight
-    loss = model(**batch_of(device)).loss
+    loss = model(**make_batch(device)).loss
     (expected,) = torch.autograd.grad(loss, weight, retain_graph=True)
     (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)
     assert torch.equal(gradient, expected)
@@ -288,18 +288,18 @@ def test_what_the_compiler_is_told(device):
     torch.library.opcheck(ops.norm_linears, arguments, test_utils=checks)
     needs = [True, True, True, True, False, False, False, False, True, True, True, False, False, False]
     for douts in ([x, *outs], [None, *outs], [x, None, *outs[1:]]):
-        for kept in (y, None):
-            arguments = douts, x, norm, rstd, kept, needs, 1e-6, scalings, parameters
+        for saved in (y, None):
+            arguments = douts, x, norm, rstd, saved, needs, 1e-6, scalings, parameters
             torch.library.opcheck(ops.norm_linears_backward, arguments, test_utils=checks)
 
     parameters = [*two, down, None, b.t().contiguous(), a.t().contiguous()]
     needs[10:] = True, False, True, True
     for memory in ("fast", "auto", "low"):
         arguments = x, x * 2, norm, memory, True, 1e-6, [1.0, 0.5, 2.0], parameters
-        out, total, rstd, *kept = ops.norm_mlp(*arguments)
+        out, total, rstd, *saved = ops.norm_mlp(*arguments)
         torch.library.opcheck(ops.norm_mlp, arguments, test_utils=checks)
-        kept = [t if t.numel() else None for t in kept]
-        arguments = out, total, norm, rstd, kept, needs, 1e-6, [1.0, 0.5, 2.0], parameters
+        saved = [t if t.numel() else None for t in saved]
+        arguments = out, total, norm, rstd, saved, needs, 1e-6, [1.0, 0.5, 2.0], parameters
         torch.library.opcheck(ops.norm_mlp_backward, arguments, test_utils=checks)
 
 
@@ -321,26 +321,26 @@ def test_what_adapters_need_not_keep(device, bias):
     hidden, mlp, tokens = 64, 128, 33
     options = dict(target_modules="all-linear", lora_bias=bias)
 
-    def kept(memory: str) -> int:
+    def saved(memory: str) -> int:
         model = patched(lora(build(device=device), **options).train(), memory=memory)
-        return kept_bytes(model, batch_of(device))
+        return saved_bytes(model, make_batch(device))
 
     first = hidden if bias else 0  # called layers save the first norm's output instead of its input
-    assert kept("fast") - kept("auto") == tokens * (2 * (2 * hidden + mlp) - first) * 4  # two layers
+    assert saved("fast") - saved("auto") == tokens * (2 * (2 * hidden + mlp) - first) * 4  # two layers
 
 
 def test_what_lora_keeps_under_autocast(device):
     """The same as with plain layers (o_proj is plain): fp32 adapters of 16-bit weights save no fp32 copies of
     inputs."""
 
-    def kept(adapted: bool) -> int:
+    def saved(adapted: bool) -> int:
         model = build(device=device, dtype=torch.bfloat16)
         if adapted:
             model = lora(model, target_modules=["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"])
             assert {p.dtype for n, p in model.named_parameters() if "lora_" in n} == {torch.float32}
         model = patched(model.train())
         with torch.autocast(device.type, torch.bfloat16):
-            return kept_bytes(model, batch_of(device))
+            return saved_bytes(model, make_batch(device))
 
     casts_of_adapters = 2 * 2 * 4 * (6 * 64 + 4 * 128 + 64 + 2 * 32)  # two layers of rank 4
-    assert kept(True) <= kept(False) + casts_of_adapters
+    assert saved(True) <= saved(False) + casts_of_adapters

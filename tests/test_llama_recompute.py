@@ -7,16 +7,16 @@ import pytest
 import torch
 from llama_models import (
     LEVELS,
-    batch_of,
     build,
     lora,
+    make_batch,
     one_thread,  # noqa: F401
     patched,
     step,
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from liger_ext.models.training.recompute import remade
+from liger_ext.models.training.recompute import recompute_when_saved
 
 LORA = {
     "": dict(target_modules="all-linear"),
@@ -32,7 +32,7 @@ def test_adapters_get_the_bits_they_would_have_kept(device, options):
     for memory in LEVELS[:2]:
         model = patched(stock, memory=memory)
         torch.manual_seed(3)  # for dropout
-        loss = model(**batch_of(device)).loss
+        loss = model(**make_batch(device)).loss
         for _ in range(2):  # the second run uses the graph again
             model.zero_grad()
             loss.backward(retain_graph=True)
@@ -48,7 +48,7 @@ def test_a_remade_tensor_that_was_changed_is_an_error(device):
     for change in ("input", "other"):
         gate = x * 2
         h = gate.sin()
-        with remade(SimpleNamespace(liger_memory="auto"), h, torch.sin, gate):
+        with recompute_when_saved(SimpleNamespace(liger_memory="auto"), h, torch.sin, gate):
             y = h @ weight
             z = y * y
         (gate if change == "input" else y).detach().add_(1)
@@ -62,8 +62,8 @@ def test_where_hooks_are_forbidden(device):
             return model(**batch)
 
     stock = lora(build(device=device), target_modules="all-linear").train()
-    expected = step(stock, batch_of(device))
-    found = step(patched(stock), batch_of(device), forward)
+    expected = step(stock, make_batch(device))
+    found = step(patched(stock), make_batch(device), forward)
     for name, value in expected.items():
         if name != "logits":
             torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5)
@@ -74,7 +74,7 @@ def test_sparse_tensors_are_kept_as_they_are(device):
     x = torch.randn(3, 4, device=device, requires_grad=True)
     few = torch.eye(4, device=device).to_sparse()
     h = x.sin()
-    with remade(SimpleNamespace(liger_memory="auto"), h, torch.sin, x):
+    with recompute_when_saved(SimpleNamespace(liger_memory="auto"), h, torch.sin, x):
         y = torch.sparse.mm(few, h.t())
     y.sum().backward()
     torch.testing.assert_close(x.grad, x.detach().cos())
@@ -88,7 +88,7 @@ def test_tensors_without_memory_are_told_apart():
             x = torch.empty(3, 4, requires_grad=True)
             weight = torch.empty(4, 50, requires_grad=True)
             h = x.sin()
-            with remade(SimpleNamespace(liger_memory="auto"), h, torch.sin, x):
+            with recompute_when_saved(SimpleNamespace(liger_memory="auto"), h, torch.sin, x):
                 y = h @ weight
             y.sum().backward()
         assert x.grad.shape == x.shape
@@ -99,6 +99,6 @@ def test_hooks_of_others_see_every_tensor(device):
     seen = []
     model = patched(lora(build(device=device), target_modules="all-linear", lora_dropout=0.5).train())
     with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.numel()) or t, lambda t: t):
-        model(**batch_of(device)).loss.backward()
+        model(**make_batch(device)).loss.backward()
     h = 33 * 128
     assert seen.count(h) >= 2 * 3  # gate, up and h of two layers

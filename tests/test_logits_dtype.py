@@ -39,10 +39,10 @@ def plans(rows, vocab, hidden=None):
 
 def large(rows, hidden, vocab, dtype, device):
     """Arguments whose logits have size 20, where neighbours in bfloat16 are 1/8 apart."""
-    made = arguments(rows, hidden, vocab, dtype, device)
+    tensors = arguments(rows, hidden, vocab, dtype, device)
     with torch.no_grad():
-        made["weight"].mul_(10)
-    return made
+        tensors["weight"].mul_(10)
+    return tensors
 
 
 @settings(max_examples=40)
@@ -50,30 +50,30 @@ def large(rows, hidden, vocab, dtype, device):
 def test_values_and_gradients(device, data):
     rows, hidden = data.draw(st.sampled_from([0, 1, 3, 129, 300])), data.draw(st.sampled_from([1, 8, 33, 64]))
     vocab, dtype = data.draw(st.sampled_from([1, 2, 50, 257, 1100])), data.draw(st.sampled_from(LOW))
-    made = arguments(rows, hidden, vocab, dtype, device, bias=data.draw(st.booleans()))
+    tensors = arguments(rows, hidden, vocab, dtype, device, bias=data.draw(st.booleans()))
     temperature = data.draw(st.sampled_from([1.0, 0.6, 1.7, "tokens"]))
     if temperature == "tokens":
         temperature = 0.5 + torch.rand(rows, generator=torch.Generator().manual_seed(0)).to(device)
     for name in data.draw(st.sampled_from([(), ("x",), ("weight",), ("bias",), ("weight", "bias")])):
-        if name in made:
-            made[name].requires_grad_(False)
+        if name in tensors:
+            tensors[name].requires_grad_(False)
     options = {
         "temperature": temperature,
         "softcap": data.draw(st.sampled_from([None, 3.0, 30.0])),
         "logit_scale": data.draw(st.sampled_from([1.0, 0.25])),
         "memory": data.draw(st.sampled_from([*LEVELS, *plans(max(rows, 1), vocab, hidden)])),
     }
-    of_log_probs, of_entropy = data.draw(st.sampled_from([(True, True), (True, False), (False, True)]))
+    use_log_probs, use_entropy = data.draw(st.sampled_from([(True, True), (True, False), (False, True)]))
     bounds = VALUES, BOUNDS[dtype][1]
-    judge(made, dtype, of_log_probs=of_log_probs, of_entropy=of_entropy, run=run, bounds=bounds, **options)
+    judge(tensors, dtype, use_log_probs=use_log_probs, use_entropy=use_entropy, run=run, bounds=bounds, **options)
 
 
 @dtypes
 def test_without_gradients(device, dtype):
-    made = {name: t.detach() for name, t in large(300, 64, 1100, dtype, device).items()}
-    right = reference(**doubles(made))
+    tensors = {name: t.detach() for name, t in large(300, 64, 1100, dtype, device).items()}
+    right = reference(**doubles(tensors))
     for memory in (*LEVELS, SMALLEST, Plan(0, 100, 1100)):
-        for value, expected in zip(run(**made, **EVERYTHING, memory=memory), right, strict=True):
+        for value, expected in zip(run(**tensors, **EVERYTHING, memory=memory), right, strict=True):
             bound = VALUES * (1 + float(right[0].abs().max()))
             torch.testing.assert_close(value.double(), expected.double(), rtol=0, atol=bound)
 
@@ -83,8 +83,8 @@ def test_without_gradients(device, dtype):
 def test_logits_of_16_bits_are_far_worse(device, dtype, size):
     """Compared with float32 logits, logits of 16 bits with values near 20 have at least 50 times the error in the
     log-probabilities and, in bf16, at least 3 times the error in the gradients."""
-    made = large(*size, dtype, device)
-    exact = doubles(made)
+    tensors = large(*size, dtype, device)
+    exact = doubles(tensors)
     right = reference(**exact)[0]
     up = normal(size[0], device=device, seed=5)
     expected = torch.autograd.grad(right, leaves(exact), up.double())
@@ -92,8 +92,8 @@ def test_logits_of_16_bits_are_far_worse(device, dtype, size):
         errors = []
         for logits_dtype in (None, dtype, torch.float32):
             plan = memory if logits_dtype == torch.float32 else "auto"
-            found = F.linear_log_probs(**made, memory=plan, logits_dtype=logits_dtype)
-            gradients = torch.autograd.grad(found, leaves(made), up)
+            found = F.linear_log_probs(**tensors, memory=plan, logits_dtype=logits_dtype)
+            gradients = torch.autograd.grad(found, leaves(tensors), up)
             apart = [(a.double() - b).norm() / b.norm() for a, b in zip(gradients, expected, strict=True)]
             errors.append([(found.double() - right).abs().max(), *apart])
         assert errors[0] == errors[1]
@@ -105,16 +105,21 @@ def test_logits_of_16_bits_are_far_worse(device, dtype, size):
 @pytest.mark.parametrize("chunk", [64, 20])
 def test_the_gradient_that_is_saved(device, dtype, chunk):
     """The gradient of float32 logits, rounded once: half a unit in the last place, plus the error of float32."""
-    made = {name: t.detach() for name, t in large(64, 32, 300, dtype, device).items() if name != "bias"}
+    tensors = {name: t.detach() for name, t in large(64, 32, 300, dtype, device).items() if name != "bias"}
     of = LossArguments(
-        **made, logits_dtype=torch.float32, gradients=DEFERRED, chunk_rows=chunk, chunk_classes=300, need_dweight=True
+        **tensors,
+        logits_dtype=torch.float32,
+        gradients=DEFERRED,
+        chunk_rows=chunk,
+        chunk_classes=300,
+        need_dweight=True,
     )
     saved = torch.ops.liger_ext.fused_linear_cross_entropy(*of)[-4]
     assert saved.dtype == dtype and saved.shape == (64, 320) and not saved[:, 300:].any()
-    logits = doubles(made)["x"] @ doubles(made)["weight"].T
+    logits = doubles(tensors)["x"] @ doubles(tensors)["weight"].T
     right = torch.softmax(logits, 1)
-    counts = made["target"] >= 0
-    right[counts, made["target"][counts]] -= 1
+    counts = tensors["target"] >= 0
+    right[counts, tensors["target"][counts]] -= 1
     right = right * counts[:, None] * (64 if dtype == torch.float16 else 1)
     half = torch.finfo(dtype).eps / 2
     torch.testing.assert_close(saved[:, :300].double(), right, rtol=1.01 * half + 1e-4, atol=1e-4 * half)
@@ -122,25 +127,25 @@ def test_the_gradient_that_is_saved(device, dtype, chunk):
 
 @dtypes
 def test_a_bias_of_another_dtype_is_not_rounded(device, dtype):
-    made = arguments(40, 16, 90, dtype, device)
-    made["bias"] = (normal(90, device=device, seed=4) * 10).requires_grad_()
-    judge(made, dtype, run=run, bounds=(VALUES, BOUNDS[dtype][1]))
+    tensors = arguments(40, 16, 90, dtype, device)
+    tensors["bias"] = (normal(90, device=device, seed=4) * 10).requires_grad_()
+    judge(tensors, dtype, run=run, bounds=(VALUES, BOUNDS[dtype][1]))
 
 
 def test_under_autocast(device):
     """Products of operands in bfloat16; the reference uses the rounded operands."""
-    made = arguments(256, 64, 700, device=device)
+    tensors = arguments(256, 64, 700, device=device)
     for memory in (*plans(256, 700), "auto"):
         with torch.autocast(device.type, torch.bfloat16):
-            found = run(**made, **EVERYTHING, memory=memory)
-        exact = doubles(made | {name: made[name].detach().bfloat16() for name in ("x", "weight")})
+            found = run(**tensors, **EVERYTHING, memory=memory)
+        exact = doubles(tensors | {name: tensors[name].detach().bfloat16() for name in ("x", "weight")})
         expected = reference(**exact)
         for value, right in zip(found, expected, strict=True):
             right = right.double().detach()
             bound = VALUES * (1 + right.abs().max().item())
             torch.testing.assert_close(value.double(), right, rtol=0, atol=bound)
-        gradients = torch.autograd.grad(found.log_probs.sum() + found.entropy.sum(), leaves(made))
-        exact = doubles(made)
+        gradients = torch.autograd.grad(found.log_probs.sum() + found.entropy.sum(), leaves(tensors))
+        exact = doubles(tensors)
         total = sum(t.sum() for t in reference(**exact)[:2])
         for a, b in zip(gradients, torch.autograd.grad(total, leaves(exact)), strict=True):
             assert a.dtype == torch.float32
@@ -151,21 +156,21 @@ def test_under_autocast(device):
 def test_again_in_a_checkpoint_and_in_other_chunks(device, memory):
     """A second backward, a recomputed forward, and an explicit row count: equal up to the effect of other chunk
     sizes."""
-    made = arguments(120, 16, 300, torch.bfloat16, device)
+    tensors = arguments(120, 16, 300, torch.bfloat16, device)
 
-    def step(**made):
-        found = run(**made, entropy=True, memory=memory)
+    def step(**tensors):
+        found = run(**tensors, entropy=True, memory=memory)
         return found.log_probs.sum() + found.entropy.square().sum()
 
-    total = step(**made)
-    first = torch.autograd.grad(total, leaves(made), retain_graph=True)
-    again = torch.utils.checkpoint.checkpoint(step, **made, use_reentrant=False)
-    rows = {"rows": F.count_rows(made["target"])}
-    for other in (total, again, step(**made, **rows)):
-        for a, b in zip(first, torch.autograd.grad(other, leaves(made)), strict=True):
+    total = step(**tensors)
+    first = torch.autograd.grad(total, leaves(tensors), retain_graph=True)
+    again = torch.utils.checkpoint.checkpoint(step, **tensors, use_reentrant=False)
+    rows = {"rows": F.count_rows(tensors["target"])}
+    for other in (total, again, step(**tensors, **rows)):
+        for a, b in zip(first, torch.autograd.grad(other, leaves(tensors)), strict=True):
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * float(a.abs().max()))
     with torch.no_grad():
-        torch.testing.assert_close(run(**made), run(**made, memory=SMALLEST), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(run(**tensors), run(**tensors, memory=SMALLEST), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -177,21 +182,21 @@ def test_in_a_graph(device, dynamic):
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for rows in (40, 56):
-        made = arguments(rows, 16, 90, torch.bfloat16, device)
-        expected, found = (f(**made) for f in (step, compiled))
+        tensors = arguments(rows, 16, 90, torch.bfloat16, device)
+        expected, found = (f(**tensors) for f in (step, compiled))
         torch.testing.assert_close(found, expected)
-        for a, b in zip(*(torch.autograd.grad(of[0], leaves(made)) for of in (found, expected)), strict=True):
+        for a, b in zip(*(torch.autograd.grad(of[0], leaves(tensors)) for of in (found, expected)), strict=True):
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * float(b.abs().max()))
 
 
 @pytest.mark.parametrize("memory", [*plans(40, 300), "no gradients"], ids=str)
 def test_opcheck(device, memory):
-    made = arguments(40, 16, 300, torch.bfloat16, device)
+    tensors = arguments(40, 16, 300, torch.bfloat16, device)
     plan = memory if isinstance(memory, Plan) else Plan(RECOMPUTED, 128, 64)
     if memory == "no gradients":
-        made, plan = {name: t.detach() for name, t in made.items()}, Plan(0, 13, 300)
+        tensors, plan = {name: t.detach() for name, t in tensors.items()}, Plan(0, 13, 300)
     of = LossArguments(
-        **made, logits_dtype=torch.float32, return_entropy=True, gradients=plan.gradients, chunk_rows=plan.rows,
+        **tensors, logits_dtype=torch.float32, return_entropy=True, gradients=plan.gradients, chunk_rows=plan.rows,
         chunk_classes=plan.classes, **dict.fromkeys(("need_dx", "need_dweight", "need_dbias"), plan.gradients > 0),
     )  # fmt: skip
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
@@ -201,13 +206,13 @@ def test_opcheck(device, memory):
 
 
 def test_it_changes_nothing_for_wider_operands(device):
-    made = arguments(60, 16, 90, device=device)
-    expected = F.linear_log_probs(**made)
+    tensors = arguments(60, 16, 90, device=device)
+    expected = F.linear_log_probs(**tensors)
     for logits_dtype in (None, torch.float32):
-        assert torch.equal(F.linear_log_probs(**made, logits_dtype=logits_dtype), expected)
+        assert torch.equal(F.linear_log_probs(**tensors, logits_dtype=logits_dtype), expected)
     if device.type == "cpu" and not host_target():
-        made = doubles(made)
-        assert torch.equal(*(F.linear_log_probs(**made, logits_dtype=d) for d in (None, torch.float64)))
+        tensors = doubles(tensors)
+        assert torch.equal(*(F.linear_log_probs(**tensors, logits_dtype=d) for d in (None, torch.float64)))
 
 
 @pytest.mark.parametrize(
@@ -223,9 +228,9 @@ def test_it_changes_nothing_for_wider_operands(device):
     ],
 )
 def test_other_dtypes(dtype, logits_dtype, error, message):
-    made = arguments(8, 4, 9, dtype)
+    tensors = arguments(8, 4, 9, dtype)
     with pytest.raises(error, match=f"linear_(log_probs|cross_entropy): {message}"):
-        F.linear_log_probs(**made, logits_dtype=logits_dtype)
+        F.linear_log_probs(**tensors, logits_dtype=logits_dtype)
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------
@@ -250,16 +255,16 @@ def plan_and_bytes(device, step, memory):
 def test_the_memory_that_is_taken(device, needs, autocast):
     """The memory equals that of the plan's trace, and a number of bytes is not exceeded."""
     rows, vocab = 500, 3001
-    made = arguments(rows, 64, vocab, torch.float32 if autocast else torch.bfloat16, device)
+    tensors = arguments(rows, 64, vocab, torch.float32 if autocast else torch.bfloat16, device)
     for name, need in zip(("x", "weight", "bias"), needs, strict=True):
-        made[name].requires_grad_(need)
+        tensors[name].requires_grad_(need)
     up = torch.ones(rows, device=device)
 
     def step(memory):
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-            found = run(**made, memory=memory, entropy=autocast)
+            found = run(**tensors, memory=memory, entropy=autocast)
         log_probs = found[0] if autocast else found
-        return found, torch.autograd.grad(log_probs, leaves(made), up) if any(needs) else None
+        return found, torch.autograd.grad(log_probs, leaves(tensors), up) if any(needs) else None
 
     call, _, _ = plan_and_bytes(device, step, "fast")
     least = _loss_plan.front(call)[0].bytes
@@ -280,12 +285,12 @@ def test_the_memory_that_is_taken(device, needs, autocast):
 @pytest.mark.parametrize("logits_dtype", [None, torch.float32])
 def test_a_late_gradient_of_the_entropy_keeps_to_the_forwards_chunks(device, logits_dtype, frozen):
     """A backward that recomputes logits does so for at most as many rows and classes at a time as the forward."""
-    made = arguments(300, 64, 3001, torch.bfloat16, device, bias=False)
-    made["weight"].requires_grad_(not frozen)
+    tensors = arguments(300, 64, 3001, torch.bfloat16, device, bias=False)
+    tensors["weight"].requires_grad_(not frozen)
     for memory in (SMALLEST, Plan(int(_C.Gradients.recomputed), 40, 3001)):
-        found = F.linear_log_probs(**made, entropy=True, memory=memory, logits_dtype=logits_dtype)
+        found = F.linear_log_probs(**tensors, entropy=True, memory=memory, logits_dtype=logits_dtype)
         with unittest.mock.patch.object(_fused_linear_op, "_backward_op", wraps=_fused_linear_op._backward_op) as op:
-            torch.autograd.grad(found.entropy.sum(), leaves(made))
+            torch.autograd.grad(found.entropy.sum(), leaves(tensors))
         chunk_rows, chunk_classes = op.call_args.args[-5:-3]
         plan = _loss_plan.Plan(0, 128, 1024) if memory == SMALLEST else memory
         assert chunk_rows <= plan.rows and chunk_classes <= plan.classes
@@ -294,25 +299,25 @@ def test_a_late_gradient_of_the_entropy_keeps_to_the_forwards_chunks(device, log
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_bytes_in_a_graph(device, dynamic):
     torch._dynamo.reset()
-    made = arguments(512, 64, 20_001, torch.bfloat16, device, bias=False)
+    tensors = arguments(512, 64, 20_001, torch.bfloat16, device, bias=False)
 
-    def step(made, memory):
-        return run(**made, memory=memory).sum()
+    def step(tensors, memory):
+        return run(**tensors, memory=memory).sum()
 
     with pytest.raises(Exception, match=r"memory is 1000 bytes, expected at least \d+ in a graph") as said:
-        torch.compile(step, backend="aot_eager", dynamic=False, fullgraph=True)(made, 1000)
+        torch.compile(step, backend="aot_eager", dynamic=False, fullgraph=True)(tensors, 1000)
     torch._dynamo.reset()
     compiled = torch.compile(step, backend="aot_eager", dynamic=dynamic, fullgraph=True)
     least = int(str(said.value).split("at least ")[1].split(" ")[0])
-    gradients = torch.autograd.grad(compiled(made, least), leaves(made))  # compiles
+    gradients = torch.autograd.grad(compiled(tensors, least), leaves(tensors))  # compiles
     del gradients
-    assert most_bytes(device, lambda: torch.autograd.grad(compiled(made, least), leaves(made))) <= least
+    assert most_bytes(device, lambda: torch.autograd.grad(compiled(tensors, least), leaves(tensors))) <= least
 
 
 def test_the_levels_of_models():
     """On an H100 only a chunk of rows exists in float32 at a time."""
     bf16 = torch.bfloat16
-    h100 = _loss_devices.device_with(_C.profile("H100"))
+    h100 = _loss_devices.profile_index(_C.profile("H100"))
     for rows, hidden, vocab in ((8192, 2304, 256_000), (8192, 1024, 151_936), (32_768, 2048, 128_256)):
         call = Call(rows, hidden, vocab, bf16, bf16, bf16, h100, per_row=True, wide_logits=True)
         for level in LEVELS:
@@ -343,7 +348,7 @@ def test_every_size_that_is_overlaid(device, size, share):
     plan = overlaid(size, share, torch.bfloat16, torch.bfloat16)
     if plan is None:
         return
-    for rows, of_entropy in itertools.product((size[0], max(1, size[0] // 3)), (True, False)):
-        made = arguments(*size, torch.bfloat16, device)
+    for rows, use_entropy in itertools.product((size[0], max(1, size[0] // 3)), (True, False)):
+        tensors = arguments(*size, torch.bfloat16, device)
         bounds, memory = (VALUES, 6e-2), plan._replace(rows=rows)
-        judge(made, torch.bfloat16, of_entropy=of_entropy, run=run, bounds=bounds, memory=memory, temperature=0.8)
+        judge(tensors, torch.bfloat16, use_entropy=use_entropy, run=run, bounds=bounds, memory=memory, temperature=0.8)

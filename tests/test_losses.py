@@ -209,7 +209,7 @@ def grpo_by_hand(log_probs, advantages, old, ref, sampling, kind, level, beta, d
 KINDS = "grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"
 
 
-OF_SEQUENCES = 4  # the variant with one ratio per sequence
+SEQUENCE_VARIANT = 4  # the variant with one ratio per sequence
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ OF_SEQUENCES = 4  # the variant with one ratio per sequence
     [
         (kind, variant)
         for kind, variant in itertools.product(KINDS, range(8))
-        if variant != OF_SEQUENCES or kind not in ("cispo", "sapo", "vespo")
+        if variant != SEQUENCE_VARIANT or kind not in ("cispo", "sapo", "vespo")
     ],
 )
 def test_grpo(kind, variant):

@@ -263,7 +263,7 @@ def test_scaled_cross_entropy_of_liger_kernel():
     check((selected * normal(20, 4)).sum(), (log_p[:, ids].where(counts, 0.0) * normal(20, 4)).sum(), x, weight)
 
 
-class _OfVerl(torch.autograd.Function):
+class _VerlFunction(torch.autograd.Function):
     """A function with the signature of verl's, whose results are sums of the hidden states."""
 
     @staticmethod
@@ -272,10 +272,10 @@ class _OfVerl(torch.autograd.Function):
 
 
 @pytest.fixture
-def of_verl(monkeypatch):
+def verl_module(monkeypatch):
     name = "verl.utils.kernel.linear_cross_entropy"
     module = types.ModuleType(name)
-    module.LinearCrossEntropy, module.linear_cross_entropy = _OfVerl, _OfVerl.apply
+    module.LinearCrossEntropy, module.linear_cross_entropy = _VerlFunction, _VerlFunction.apply
     parts = name.split(".")
     for i in range(1, len(parts)):
         monkeypatch.setitem(sys.modules, ".".join(parts[:i]), types.ModuleType(".".join(parts[:i])))
@@ -283,26 +283,26 @@ def of_verl(monkeypatch):
     return module
 
 
-def test_verl(of_verl):
+def test_verl(verl_module):
     x, weight, _, _, target = head(answers=1, tokens=20)
     with verl.install(), verl.install():
-        log_probs, entropy = of_verl.linear_cross_entropy(x, weight, target, 0.7, "none")
-        assert of_verl.linear_cross_entropy(x, weight, target, 0.7, "sum")[0].equal(x.sum(-1).view(-1))  # unchanged
+        log_probs, entropy = verl_module.linear_cross_entropy(x, weight, target, 0.7, "none")
+        assert verl_module.linear_cross_entropy(x, weight, target, 0.7, "sum")[0].equal(x.sum(-1).view(-1))  # unchanged
     expected = whole(x[0] / 0.7, weight, target[0])[0]
     assert log_probs.shape == entropy.shape == (20,)
     check(log_probs.sum(), expected.sum(), x, weight)
     per_token = torch.full((1, 20), 0.7)
     torch.testing.assert_close(verl.linear_cross_entropy(x, weight, target, per_token)[0], log_probs)
-    assert of_verl.linear_cross_entropy == _OfVerl.apply
+    assert verl_module.linear_cross_entropy == _VerlFunction.apply
     with pytest.raises(ValueError, match="reduction is 'mean', expected 'none'"):
         verl.linear_cross_entropy(x, weight, target, reduction="mean")
 
 
-def test_another_verl(of_verl):
-    of_verl.linear_cross_entropy = print
+def test_another_verl(verl_module):
+    verl_module.linear_cross_entropy = print
     with pytest.warns(UserWarning, match=r"linear_cross_entropy was replaced by .*print.*; verl runs unchanged"):
         verl.install()
-    assert of_verl.linear_cross_entropy is print
-    del of_verl.linear_cross_entropy
+    assert verl_module.linear_cross_entropy is print
+    del verl_module.linear_cross_entropy
     with pytest.warns(UserWarning, match="this version of verl has no verl.utils.kernel"):
         verl.install()

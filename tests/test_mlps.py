@@ -13,7 +13,7 @@ from torch import nn
 
 from liger_ext.functional import swiglu
 from liger_ext.models.modules import mlp
-from liger_ext.models.patches import patch_of
+from liger_ext.models.patches import find_patch
 
 SIZES = dict(hidden_size=32, intermediate_size=48, hidden_act="silu", mlp_bias=True)
 LIMITS = dict(swiglu_limit=0.7, swiglu_alpha=1.7)  # limits that some values exceed
@@ -46,7 +46,7 @@ CLASSES = {
 WITHOUT_ACTIVATION = "lfm2.Lfm2MLP", "minimax_m3_vl.MiniMaxM3VLDenseMLP"
 
 
-def made(name, device="cpu", dtype=torch.float32):
+def build_mlp(name, device="cpu", dtype=torch.float32):
     folder, _, cls = name.partition(".")
     path = f"transformers.models.{folder}"
     if importlib.util.find_spec(path) is None:
@@ -63,7 +63,7 @@ def made(name, device="cpu", dtype=torch.float32):
 
 def patched(stock):
     ours = copy.deepcopy(stock)
-    ours.__class__ = patch_of(type(stock))
+    ours.__class__ = find_patch(type(stock))
     return ours
 
 
@@ -93,14 +93,14 @@ def assert_equals_stock(stock, ours, x):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", CLASSES)
 def test_equals_stock(device, name, dtype):
-    stock = made(name, device, dtype)
+    stock = build_mlp(name, device, dtype)
     assert_equals_stock(stock, patched(stock), normal(2, 7, 32, dtype=dtype, seed=1).to(device))
 
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_random_numbers_are_those_of_stock(device, name):
     """Dropout in adapters draws its random numbers in the order in which the adapters are called."""
-    stock = made(name, device)
+    stock = build_mlp(name, device)
     for child, linear in list(stock.named_children()):
         if isinstance(linear, nn.Linear):
             setattr(stock, child, nn.Sequential(nn.Dropout(), linear))
@@ -113,7 +113,7 @@ def test_random_numbers_are_those_of_stock(device, name):
 
 
 def test_most_columns_of_a_gate_may_be_zero(device):
-    stock = made("gemma3n.Gemma3nTextMLP", device)
+    stock = build_mlp("gemma3n.Gemma3nTextMLP", device)
     stock.activation_sparsity = 0.8
     ours, x = patched(stock), normal(2, 7, 32, seed=1).to(device)
     with RecordCalls() as record:
@@ -124,7 +124,7 @@ def test_most_columns_of_a_gate_may_be_zero(device):
 
 def test_a_projection_of_another_dtype(device):
     """As adapters may return it: torch then computes the gated activation, with type promotion."""
-    stock = made("lfm2.Lfm2MLP", device)
+    stock = build_mlp("lfm2.Lfm2MLP", device)
     stock.w3 = nn.Sequential(stock.w3, Cast(torch.bfloat16))
     x = normal(2, 7, 32, seed=1).to(device)
     torch.testing.assert_close(patched(stock)(x), stock(x), rtol=0, atol=0)
@@ -141,7 +141,7 @@ class Cast(nn.Module):
 
 @pytest.mark.parametrize("limit", [None, 0.7])
 def test_a_limit_behind_the_activation_stays_as_it_is(device, limit):
-    stock = made("step3p7.Step3p7MLP", device)
+    stock = build_mlp("step3p7.Step3p7MLP", device)
     stock.limit = limit or stock.limit
     ours, x = patched(stock), normal(2, 7, 32, seed=1).to(device)
     with RecordCalls() as record:
@@ -152,8 +152,8 @@ def test_a_limit_behind_the_activation_stays_as_it_is(device, limit):
 
 @pytest.mark.parametrize("name", [n for n in CLASSES if n not in WITHOUT_ACTIVATION])
 def test_an_activation_that_is_not_known(device, name):
-    stock = made(name, device)
-    setattr(stock, patch_of(type(stock)).ACTIVATION, nn.Tanh())
+    stock = build_mlp(name, device)
+    setattr(stock, find_patch(type(stock)).ACTIVATION, nn.Tanh())
     x = normal(2, 7, 32, seed=1).to(device)
     with RecordCalls() as record:
         found = patched(stock)(x)
@@ -176,7 +176,7 @@ def _wrong_down(self, h):
 
 WRONG = [
     ("bitnet.BitNetMLP", "bitnet.BitNetMLP", "BEFORE_DOWN", None),
-    ("gemma3n.Gemma3nTextMLP", mlp.MLP, "UNITS", dict.fromkeys(mlp.MLP.UNITS, (swiglu, 1, 1))),
+    ("gemma3n.Gemma3nTextMLP", mlp.MLP, "ACTIVATION_OPS", dict.fromkeys(mlp.MLP.ACTIVATION_OPS, (swiglu, 1, 1))),
     ("granitemoeshared.GraniteMoeSharedMLP", mlp.PackedMLP, "_down", _wrong_down),
     ("idefics2.Idefics2MLP", mlp.MLP, "_down", _wrong_down),
     ("inkling.InklingMLP", "inkling.InklingMLP", "FACTOR", None),
@@ -185,7 +185,7 @@ WRONG = [
     ("dory.DoryMLP", "dory.DoryMLP", "UP_VECTOR", "suv_gate"),
     ("dory.DoryMLP", "dory.DoryMLP", "VECTOR_SCALE", "hidden_size"),
     ("dory.DoryMLP", "dory.DoryMLP", "BEFORE_DOWN", None),
-    ("beam.BeamMLP", mlp.MLP, "UNITS", dict.fromkeys(mlp.MLP.UNITS, (swiglu, 1.1, 1))),
+    ("beam.BeamMLP", mlp.MLP, "ACTIVATION_OPS", dict.fromkeys(mlp.MLP.ACTIVATION_OPS, (swiglu, 1.1, 1))),
     ("deepseek_v4.DeepseekV4MLP", mlp.Clamps, "_clamped", _gate_alone),
     ("deepseek_v4.DeepseekV4MLP", mlp.Clamps, "_clamped", _up_alone),
     ("glm5_next.Glm5NextTextMLP", mlp.Clamps, "_clamped", _gate_alone),
@@ -193,14 +193,14 @@ WRONG = [
     ("glm5_next.Glm5NextVisionMLP", mlp.ClampedMLP, "_gate_and_up", mlp.MLP._gate_and_up),
     ("minimax_m3_vl.MiniMaxM3VLDenseMLP", mlp.Clamps, "_clamped", _gate_alone),
     ("minimax_m3_vl.MiniMaxM3VLDenseMLP", mlp.Clamps, "_clamped", _up_alone),
-    ("minimax_m3_vl.MiniMaxM3VLDenseMLP", mlp.Clamps, "steep_unit_of", classmethod(lambda *_: (swiglu, 1, 1))),
-    ("step3p7.Step3p7MLP", mlp.Step3p7MLP, "unit_of", classmethod(lambda *_: (swiglu, 1.1, 1))),
+    ("minimax_m3_vl.MiniMaxM3VLDenseMLP", mlp.Clamps, "steep_activation_op", classmethod(lambda *_: (swiglu, 1, 1))),
+    ("step3p7.Step3p7MLP", mlp.Step3p7MLP, "activation_op", classmethod(lambda *_: (swiglu, 1.1, 1))),
 ]
 
 
 @pytest.mark.parametrize("name, cls, attribute, value", WRONG)
 def test_a_wrong_entry_would_be_found(monkeypatch, name, cls, attribute, value):
-    made(name)  # skips where the class does not exist
+    build_mlp(name)  # skips where the class does not exist
     monkeypatch.setattr(patch_named(cls), attribute, value)
     with pytest.raises(AssertionError):
         test_equals_stock(torch.device("cpu"), name, torch.float32)
@@ -208,14 +208,14 @@ def test_a_wrong_entry_would_be_found(monkeypatch, name, cls, attribute, value):
 
 @pytest.mark.parametrize("name", ["t5gemma.T5GemmaMLP", "gte.GteMLP", "modernbert.ModernBertMLP"])
 def test_dropout_left_out_would_be_found(monkeypatch, name):
-    made(name)
+    build_mlp(name)
     monkeypatch.setattr(patch_named(name), "BEFORE_DOWN", None)
     with pytest.raises(AssertionError):
         test_random_numbers_are_those_of_stock(torch.device("cpu"), name)
 
 
 def test_a_wrong_order_would_be_found(monkeypatch):
-    made("falcon_h1.FalconH1MLP")
+    build_mlp("falcon_h1.FalconH1MLP")
     monkeypatch.setattr(mlp.ScaledMLP, "_gate_and_up", mlp.MLP._gate_and_up)
     with pytest.raises(AssertionError):
         test_random_numbers_are_those_of_stock(torch.device("cpu"), "falcon_h1.FalconH1MLP")

@@ -36,10 +36,10 @@ LAYERS = 2
 BACKEND = "aot_eager_decomp_partition"
 
 SDPA = {"math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION}
-SDPA_OF_GPU = {**SDPA, "efficient": SDPBackend.EFFICIENT_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+GPU_SDPA = {**SDPA, "efficient": SDPBackend.EFFICIENT_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 ATTENTION = {
     "cpu": ("eager", *SDPA),  # flex_attention has no backward on CPUs
-    "cuda": ("eager", *SDPA_OF_GPU, "flex_attention"),
+    "cuda": ("eager", *GPU_SDPA, "flex_attention"),
 }
 DTYPES = {  # the model's dtype, and the parts in fp32; autocast computes in bf16
     "fp32": (torch.float32, ()),
@@ -73,14 +73,14 @@ def cases():
 
 @pytest.mark.parametrize("device, case", cases(), indirect=["device"])
 def test_case(device, case):
-    stock, expected, reference = expected_of(
+    stock, expected, reference = stock_results(
         device, *(case[name] for name in ("attention", "heads", "dtype", "layout"))
     )
     model = patched(stock)
     calls = count_calls(model)
-    forward = forward_of(model, case, device)
-    with attention_of(case["attention"]):
-        result = step(model, batch_of(device, case["layout"]), forward)
+    forward = make_forward(model, case, device)
+    with attention_backend(case["attention"]):
+        result = step(model, make_batch(device, case["layout"]), forward)
     assert_as_good(result, expected, reference)
     if not case["compiled"]:  # when compiled, the tracer makes these calls
         assert len(calls) == LAYERS * (1 if case["checkpoint"] == "none" else 2), "no recomputation"
@@ -95,16 +95,16 @@ def output_and_hidden_states(output):
 @pytest.mark.parametrize("how", ["lora", "hidden states"])
 def test_what_else_meets_checkpointing(device, how, checkpoint):
     stock = build(device=device, num_hidden_layers=LAYERS).train()
-    batch, loss_of = batch_of(device, "left"), {}
+    batch, loss_function = make_batch(device, "left"), {}
     if how == "lora":
         stock = lora(stock, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"]).train()
     else:
         batch["output_hidden_states"] = True
-        loss_of = dict(loss_of=output_and_hidden_states)
+        loss_function = dict(loss_function=output_and_hidden_states)
     results = []
     for model, kind in ((patched(stock), checkpoint), (stock, "none"), (exact(stock), "none")):
         calls = count_calls(model)
-        forward = forward_of(model, dict(checkpoint=kind, compiled="", dtype="fp32"), device, **loss_of)
+        forward = make_forward(model, dict(checkpoint=kind, compiled="", dtype="fp32"), device, **loss_function)
         results.append(step(model, batch, forward))
         assert len(calls) == LAYERS * (1 if kind == "none" else 2)
     assert_as_good(*results)
@@ -122,7 +122,7 @@ def test_every_pair_of_settings_is_in_a_case(device_type):
 
 
 @functools.cache
-def expected_of(device, attention, heads, dtype, layout):
+def stock_results(device, attention, heads, dtype, layout):
     """A stock model, its results, and the results of a float64 model."""
     of_all, in_fp32 = DTYPES[dtype]
     stock = build(
@@ -135,16 +135,16 @@ def expected_of(device, attention, heads, dtype, layout):
     for name, module in stock.named_modules():
         if name.endswith(in_fp32):
             module.float()
-    batch = batch_of(device, layout)
+    batch = make_batch(device, layout)
     float64 = exact(stock)
     float64.config._attn_implementation = "sdpa"  # eager attention computes softmax in fp32; Triton has no float64
-    with attention_of("math"):
+    with attention_backend("math"):
         reference = step(float64, batch)
-    with attention_of(attention), autocast_of(dtype, device):
+    with attention_backend(attention), autocast_for(dtype, device):
         return stock, step(stock, batch), reference
 
 
-def forward_of(model, case, device, loss_of=lambda output: output.loss):
+def make_forward(model, case, device, loss_function=lambda output: output.loss):
     """Returns a function that calls the model on a batch and returns the loss; configures checkpoints and
     compilation."""
     if case["checkpoint"] in CHECKPOINTS:
@@ -156,9 +156,9 @@ def forward_of(model, case, device, loss_of=lambda output: output.loss):
 
     def forward(model, **batch):
         def loss():
-            return loss_of(callee(**batch))
+            return loss_function(callee(**batch))
 
-        with autocast_of(case["dtype"], device):
+        with autocast_for(case["dtype"], device):
             return {"loss": checkpoint(loss, use_reentrant=False) if case["checkpoint"] == "whole" else loss()}
 
     return forward
@@ -179,20 +179,20 @@ CHECKPOINTS = {
 }
 
 
-def attention_of(attention):
+def attention_backend(attention):
     """Selects the backend, and math for calls that it does not support: GPUs' flash attention has neither masks nor
     fp32."""
-    backend = SDPA_OF_GPU.get(attention)
+    backend = GPU_SDPA.get(attention)
     if backend is None:
         return contextlib.nullcontext()
     return sdpa_kernel([backend, SDPBackend.MATH], set_priority=True)
 
 
-def autocast_of(dtype, device):
+def autocast_for(dtype, device):
     return torch.autocast(device.type, torch.bfloat16, enabled="autocast" in dtype)
 
 
-def batch_of(device, layout):
+def make_batch(device, layout):
     """Three rows of eleven positions. Results at padding are not compared: attention without any key depends on the
     implementation."""
     ids = tokens(3, 11, device=device)

@@ -39,9 +39,10 @@ source = load("liger_ext.models.patching.source", sys.argv[3])
 form = load("liger_ext.models.recognise.normal_form", sys.argv[1])
 found = []
 for text in json.load(open(sys.argv[2])):
-    for normal in (lambda tree: tree, form.of_layer, form.of_head, lambda tree: form.numbered(tree, {}, bool)):
+    numbered = lambda tree: form.number_names(tree, {}, bool)
+    for normal in (lambda tree: tree, form.reduce_layer, form.reduce_head, numbered):
         tree = normal(source.definition_in(text))
-        found.append(None if tree is None else form.digest(form.written(tree), *map(str, source.names_read(tree))))
+        found.append(None if tree is None else form.digest(form.dump_tree(tree), *map(str, source.names_read(tree))))
 print(json.dumps(found))
 """
 
@@ -59,7 +60,7 @@ def _runs(python: Path) -> bool:
     return subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode == 0
 
 
-def sources_of_transformers() -> list[str]:
+def transformers_sources() -> list[str]:
     """Functions of transformers' models that are recognised by their code, and functions with similar names."""
     folder = Path(transformers.__file__).parent
     paths = sorted(folder.glob("models/*/modeling_*.py"))[::STEP]
@@ -85,7 +86,7 @@ def digests(python: str, corpus: Path) -> list[str | None]:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     path = tmp_path_factory.mktemp("sources") / "sources.json"
-    path.write_text(json.dumps(sources_of_transformers()))
+    path.write_text(json.dumps(transformers_sources()))
     return path
 
 
@@ -149,4 +150,4 @@ def test_a_line_at_another_place_is_another_difference():
 
 
 def written(text: str) -> str:
-    return normal_form.written(source.definition_in(text))
+    return normal_form.dump_tree(source.definition_in(text))

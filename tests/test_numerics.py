@@ -26,7 +26,7 @@ def test_the_page_is_made_of_its_lines(tmp_path):
 def test_every_line_keeps_the_bound():
     lines = [json.loads(line) for line in (DOCS / "numerics.jsonl").read_text().splitlines()]
     assert all(0 < line["share"] <= 1 for line in lines)
-    assert not any(map(numerics.broken, lines))
+    assert not any(map(numerics.exceeds_bound, lines))
     assert {line["platform"] for line in lines} >= PLATFORMS
     per_platform = {}
     for line in lines:
@@ -46,7 +46,7 @@ def test_measuring(device, monkeypatch, capsys):
 
 
 @pytest.fixture
-def lines_of(tmp_path):
+def write_line(tmp_path):
     def write(platform, share, **more):
         file = tmp_path / f"{platform}.jsonl"
         line = {"platform": platform, "op": "rope", "dtype": "float32", "what": "dq", "share": share, "results": 1}
@@ -59,19 +59,19 @@ def lines_of(tmp_path):
 @pytest.mark.parametrize(
     "line", [{"share": 1.5}, {"share": float("inf")}, {"share": float("nan")}, {"share": 0.5, "wrong": 1}]
 )
-def test_what_is_broken_is_the_exit_status(line, lines_of, tmp_path):
+def test_what_is_broken_is_the_exit_status(line, write_line, tmp_path):
     all_lines = tmp_path / "all.jsonl"
-    assert numerics.main(["join", str(all_lines), lines_of("there", **line)]) == 1
+    assert numerics.main(["join", str(all_lines), write_line("there", **line)]) == 1
     assert "| rope | float32 |" in all_lines.with_suffix(".md").read_text()
 
 
-def test_lines_of_several_machines_are_columns(lines_of, tmp_path):
+def test_lines_of_several_machines_are_columns(write_line, tmp_path):
     all_lines = tmp_path / "all.jsonl"
-    assert numerics.main(["join", str(all_lines), lines_of("one", 0.25), lines_of("two", 0.5)]) == 0
+    assert numerics.main(["join", str(all_lines), write_line("one", 0.25), write_line("two", 0.5)]) == 0
     page = all_lines.with_suffix(".md").read_text()
     assert "| op | dtype | one | two |" in page and "| rope | float32 | 0.25 (dq) | 0.50 (dq) |" in page
     # A repeated measurement replaces the old line.
-    assert numerics.main(["join", str(all_lines), lines_of("one", 0.75)]) == 0
+    assert numerics.main(["join", str(all_lines), write_line("one", 0.75)]) == 0
     assert "| rope | float32 | 0.75 (dq) | 0.50 (dq) |" in all_lines.with_suffix(".md").read_text()
     assert len(all_lines.read_text().splitlines()) == 2
 

@@ -8,7 +8,7 @@ import pickle
 import family_models
 import pytest
 import torch
-from llama_models import TRANSFORMERS, batch_of, build, checkpoint_layers, one_thread, patched, step  # noqa: F401
+from llama_models import TRANSFORMERS, build, checkpoint_layers, make_batch, one_thread, patched, step  # noqa: F401
 from torch import nn
 
 from liger_ext.models.modules.loss import CACHES
@@ -19,7 +19,7 @@ CACHE = r"no (past_key_values|cache): .*model\(\.\.\., use_cache=True\)"
 
 def test_reading_what_was_not_made():
     """Reading raises an error that states how to request it; copying or unpickling an output does not."""
-    model, batch = patched(build(tie_word_embeddings=False)).train(), batch_of("cpu")
+    model, batch = patched(build(tie_word_embeddings=False)).train(), make_batch("cpu")
     output = model(**batch)
     for name, message in dict(logits=LOGITS, past_key_values=CACHE).items():
         with pytest.raises(AttributeError, match=message):
@@ -39,7 +39,7 @@ def test_reading_what_was_not_made():
 
 def test_what_was_not_made_can_be_set():
     """To None, by code that frees memory before the backward; to logits, by code that computed them."""
-    output = patched(build()).train()(**batch_of("cpu"))
+    output = patched(build()).train()(**make_batch("cpu"))
     output.logits = output.past_key_values = None
     assert output.logits is None and output.past_key_values is None and list(output) == ["loss"]
     del output.logits
@@ -56,7 +56,7 @@ def test_what_was_not_made_can_be_set():
 @pytest.mark.parametrize("options", [{}, dict(use_cache=True), dict(use_cache=False)], ids=str)
 def test_pickled_outputs(options):
     """Unpickling finds each output class by its name."""
-    output = patched(build()).train()(**batch_of("cpu"), **options, output_hidden_states=True)
+    output = patched(build()).train()(**make_batch("cpu"), **options, output_hidden_states=True)
     buffer = io.BytesIO()
     torch.save(output, buffer)
     buffer.seek(0)
@@ -70,7 +70,7 @@ def test_pickled_outputs(options):
 def test_places_are_those_of_an_unpatched_model(family, use_cache):
     """Mixtral's outputs have the auxiliary loss between the loss and the logits."""
     stock = build().train() if family == "llama" else family_models.build(family, "cpu").train()
-    batch = batch_of("cpu") | dict(output_hidden_states=True, use_cache=use_cache)
+    batch = make_batch("cpu") | dict(output_hidden_states=True, use_cache=use_cache)
     if family == "mixtral":
         batch["output_router_logits"] = True
     expected, output = (
@@ -99,7 +99,7 @@ def test_places_are_those_of_an_unpatched_model(family, use_cache):
 
 @pytest.mark.parametrize("asked", [None, True, False])
 def test_a_cache_where_one_is_asked_for(device, asked):
-    model, batch = patched(build(device=device).train()), batch_of(device)
+    model, batch = patched(build(device=device).train()), make_batch(device)
     made = model(**batch, use_cache=asked)
     assert (not made.keys().isdisjoint(CACHES)) == (asked is True)
     assert hasattr(made, "past_key_values") == (asked is not None)
@@ -117,7 +117,7 @@ def test_the_cache_is_stocks_where_it_makes_none_or_is_called(device, why):
     stock = build(device=device).train()
     if why == "config":
         stock.config.use_cache = False
-    model, batch = patched(stock), batch_of(device)
+    model, batch = patched(stock), make_batch(device)
     for of in (stock, model):
         if why == "checkpoints":
             checkpoint_layers(of, use_reentrant=False)
@@ -134,13 +134,13 @@ def test_truncated_backpropagation(device, family):
     reading it raises an error, instead of a loss that ignores the past."""
     stock = build(device=device).train() if family == "llama" else family_models.build(family, device).train()
     model = patched(stock) if family == "llama" else family_models.patched(stock)
-    batch = batch_of(device, seq=12)
+    batch = make_batch(device, seq=12)
 
-    def losses(of: nn.Module, **options) -> list[float]:
+    def losses(model: nn.Module, **options) -> list[float]:
         past, found = None, []
         for columns in (slice(0, 6), slice(6, 12)):
             part = {name: value[:, columns] for name, value in batch.items()}
-            output = of(**part, past_key_values=past, **options)
+            output = model(**part, past_key_values=past, **options)
             past = output.past_key_values
             found.append(output.loss.item())
         return found
@@ -156,7 +156,7 @@ def test_truncated_backpropagation(device, family):
 @pytest.mark.parametrize("value", ["no", 0, 1])
 def test_skip_logits_is_a_bool(value):
     with pytest.raises(TypeError, match=f"skip_logits is {value!r}, expected True, False or None"):
-        patched(build())(**batch_of("cpu"), skip_logits=value)
+        patched(build())(**make_batch("cpu"), skip_logits=value)
 
 
 class Reader(nn.Module):
@@ -171,7 +171,7 @@ class Reader(nn.Module):
 
 @pytest.mark.skipif(TRANSFORMERS < (5, 0), reason="its outputs are read in graphs by transformers 5")
 def test_read_in_a_graph():
-    model, batch = Reader(patched(build().train())), batch_of("cpu")
+    model, batch = Reader(patched(build().train())), make_batch("cpu")
     *losses, logits = torch.compile(model, backend="aot_eager", fullgraph=True)(**batch)
     expected = model(**batch)[0]
     assert logits is None

@@ -12,7 +12,7 @@ POSITIONS = torch.cat([torch.arange(6), torch.arange(5)])
 FIRST = 6  # tokens of the first document
 
 
-def batch_of(device, seed=1):
+def make_batch(device, seed=1):
     """Labels belong to the second document only; the first document's tokens depend on the seed."""
     ids = tokens(2, len(POSITIONS), device=device)
     ids[:, :FIRST] = tokens(2, FIRST, device=device, seed=seed)
@@ -22,7 +22,7 @@ def batch_of(device, seed=1):
 
 
 def keeps_apart(model, device, **options):
-    losses = [step(model, batch_of(device, seed) | options)["loss"] for seed in (1, 2)]
+    losses = [step(model, make_batch(device, seed) | options)["loss"] for seed in (1, 2)]
     return torch.allclose(*losses, rtol=1e-5)
 
 
@@ -33,7 +33,7 @@ USE_CACHE = pytest.mark.parametrize("options", [{}, dict(use_cache=False), dict(
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_as_transformers_does(device, attention, options):
     stock = build(device=device, attn_implementation=attention).train()
-    model, batch = patched(stock), batch_of(device) | options
+    model, batch = patched(stock), make_batch(device) | options
     assert_same(step(model, batch), step(stock, batch))
     apart = options == dict(use_cache=False) and TRANSFORMERS >= (4, 53)
     assert keeps_apart(model, device, **options) is keeps_apart(stock, device, **options) is apart
@@ -43,7 +43,7 @@ def test_as_transformers_does(device, attention, options):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_in_checkpoints(device, use_reentrant, options):
     stock = build(device=device).train()
-    model, batch = patched(stock), batch_of(device) | options
+    model, batch = patched(stock), make_batch(device) | options
     for of in (stock, model):
         checkpoint_layers(of, use_reentrant)
     assert_same(step(model, batch), step(stock, batch))
@@ -54,7 +54,7 @@ def test_in_checkpoints(device, use_reentrant, options):
 def test_of_other_families(device, family):
     """Also with layers with a sliding window."""
     stock = family_models.build(family, device, num_hidden_layers=2)
-    model, batch = family_models.patched(stock), batch_of(device)
+    model, batch = family_models.patched(stock), make_batch(device)
     assert_same(step(model, batch), step(stock, batch))
     assert keeps_apart(model, device) is keeps_apart(stock, device)
 
@@ -62,7 +62,7 @@ def test_of_other_families(device, family):
 def test_positions_that_are_left_out(device):
     """Gaps in the positions start no document: transformers lets a token attend to all previous ones."""
     stock = build(device=device).train()
-    batch = llama_models.batch_of(device)
+    batch = llama_models.make_batch(device)
     positions = torch.arange(batch["labels"].shape[1], device=device) * 2
     batch["position_ids"] = positions.expand(len(batch["labels"]), -1)
     assert_same(step(patched(stock), batch), step(stock, batch))
@@ -70,7 +70,7 @@ def test_positions_that_are_left_out(device):
 
 def test_no_cache_where_positions_tell_nothing(device):
     """With a mask, or without positions, a training step builds no cache unless use_cache=True."""
-    model, batch = patched(build(device=device).train()), batch_of(device)
+    model, batch = patched(build(device=device).train()), make_batch(device)
     mask = torch.ones_like(batch["input_ids"])
     assert "past_key_values" not in model(**batch, attention_mask=mask)
     del batch["position_ids"]

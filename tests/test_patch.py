@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 from cases import RecordCalls, python
-from llama_models import batch_of, build, checkpoint_layers, config, one_thread, patched, step  # noqa: F401
+from llama_models import build, checkpoint_layers, config, make_batch, one_thread, patched, step  # noqa: F401
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
@@ -48,7 +48,7 @@ def global_state():
 
 def is_patched(model):
     with RecordCalls() as record:
-        model(**batch_of("cpu")).loss.backward()
+        model(**make_batch("cpu")).loss.backward()
     return bool(record.calls)
 
 
@@ -74,7 +74,7 @@ def test_revert_is_complete():
     is_patched(model)
     handle.revert()
     assert traces(model) == before
-    expected, result = step(stock, batch_of("cpu")), step(model, batch_of("cpu"))
+    expected, result = step(stock, make_batch("cpu")), step(model, make_batch("cpu"))
     assert expected.keys() == result.keys()
     assert all(torch.equal(expected[name], result[name]) for name in expected)
     handle.revert()  # reverting twice is harmless
@@ -91,7 +91,7 @@ def test_revert_is_complete_where_layers_are_checkpointed(when):
         checkpoint_layers(model, False)
     handle.revert()
     assert traces(model) == traces(stock)
-    expected, result = step(stock, batch_of("cpu")), step(model, batch_of("cpu"))
+    expected, result = step(stock, make_batch("cpu")), step(model, make_batch("cpu"))
     assert all(torch.equal(expected[name], result[name]) for name in expected)
 
 
@@ -132,7 +132,7 @@ def test_what_is_built_later(tmp_path):
     for how, model in later.items():
         assert classes(model) == expected, how
         assert is_patched(model.train()), how
-    torch.testing.assert_close(later["auto"](**batch_of("cpu")).loss, earlier(**batch_of("cpu")).loss)
+    torch.testing.assert_close(later["auto"](**make_batch("cpu")).loss, earlier(**make_batch("cpu")).loss)
 
 
 def test_options_of_what_is_built_later():
@@ -141,7 +141,7 @@ def test_options_of_what_is_built_later():
     assert type(model) is modeling_llama.LlamaForCausalLM
     assert type(model.model.layers[0].self_attn) is modeling_llama.LlamaAttention
     with RecordCalls() as record:
-        output = model(**batch_of("cpu"))
+        output = model(**make_batch("cpu"))
     assert output.logits is not None
     assert "cross_entropy" in record.names
 
@@ -153,12 +153,12 @@ def test_a_failing_constructor_leaves_nothing_behind():
     assert global_state() == before
 
 
-LOSS_OF_LOGITS = dict(cross_entropy=True, fused_linear_cross_entropy=False)
+LOGITS_LOSS = dict(cross_entropy=True, fused_linear_cross_entropy=False)
 
 
 def test_a_loss_that_was_set_since_is_kept():
     model = build()
-    handle = apply_liger_kernel_to_llama(model=model, **LOSS_OF_LOGITS)
+    handle = apply_liger_kernel_to_llama(model=model, **LOGITS_LOSS)
     model.loss_function = len
     handle.revert()
     assert model.loss_function is len
@@ -183,7 +183,7 @@ def test_a_constructor_wrapped_by_others_stays_wrapped(monkeypatch):
     modeling_llama.LlamaModel.__init__ = ours.__wrapped__
 
 
-@pytest.mark.parametrize("options", [{}, LOSS_OF_LOGITS], ids=["", "loss of logits"])
+@pytest.mark.parametrize("options", [{}, LOGITS_LOSS], ids=["", "loss of logits"])
 def test_a_handle_keeps_no_model_alive(options):
     model = build()
     handle = apply_liger_kernel_to_llama(model=model, **options)
@@ -194,7 +194,7 @@ def test_a_handle_keeps_no_model_alive(options):
     handle.revert()
 
 
-class OwnForward(LlamaForCausalLM):
+class OverriddenForward(LlamaForCausalLM):
     def forward(self, *args, **kwargs):
         output = super().forward(*args, **kwargs)
         output.loss = output.loss * 2
@@ -212,13 +212,13 @@ class NoForward(LlamaForCausalLM):
 
 def test_subclasses():
     torch.manual_seed(0)
-    model = OwnForward(config()).train()
-    expected = model(**batch_of("cpu")).loss
-    with pytest.warns(UserWarning, match="OwnForward has a forward of its own and is not patched"):
+    model = OverriddenForward(config()).train()
+    expected = model(**make_batch("cpu")).loss
+    with pytest.warns(UserWarning, match="OverriddenForward has a forward of its own and is not patched"):
         handle = apply_liger_kernel_to_llama(model=model)
-    assert type(model) is OwnForward
+    assert type(model) is OverriddenForward
     assert is_patched(model)  # its layers are patched
-    torch.testing.assert_close(model(**batch_of("cpu")).loss, expected)
+    torch.testing.assert_close(model(**make_batch("cpu")).loss, expected)
     handle.revert()
     with pytest.warns(UserWarning, match="PartialForward has a forward of its own and is not patched"):
         apply_liger_kernel_to_llama(model=PartialForward(config()))
@@ -227,7 +227,7 @@ def test_subclasses():
     handle = apply_liger_kernel_to_llama(model=model)
     assert isinstance(model, NoForward) and type(model).__name__ == "NoForward"
     assert model.extra() == model.num_parameters()
-    assert "logits" not in model(**batch_of("cpu"))
+    assert "logits" not in model(**make_batch("cpu"))
     handle.revert()
     assert traces(model) == before
 

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from cases import RecordCalls
-from llama_models import batch_of, build, one_thread, ops, tokens  # noqa: F401
+from llama_models import build, make_batch, one_thread, ops, tokens  # noqa: F401
 from torch import nn
 from transformers.models.llama import modeling_llama
 
@@ -57,7 +57,7 @@ WRAPPERS = (prepare, prepare_and_unwrap, hook_and_prepare, prepare_and_hook)
 @pytest.mark.parametrize("wrap", WRAPPERS)
 def test_patch_and_revert_under_a_wrapper(accelerator, device, wrap, order):
     expected_model = wrap(accelerator, build(device=device).train())
-    expected = expected_model(**batch_of(device))
+    expected = expected_model(**make_batch(device))
     model = build(device=device).train()
     if order == "patch, wrap":
         handle = apply_liger_kernel_to_llama(model=model)
@@ -66,43 +66,43 @@ def test_patch_and_revert_under_a_wrapper(accelerator, device, wrap, order):
         model = wrap(accelerator, model)
         handle = apply_liger_kernel_to_llama(model=model)
     for _ in range(2):
-        assert ops(model, **batch_of(device)) == OURS
-        output = model(**batch_of(device))
+        assert ops(model, **make_batch(device)) == OURS
+        output = model(**make_batch(device))
         assert "logits" not in output
         torch.testing.assert_close(output.loss, expected.loss, rtol=1e-2, atol=0)
-        output = model(**batch_of(device), skip_logits=False)
+        output = model(**make_batch(device), skip_logits=False)
         assert output.logits.dtype == torch.float32
         torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=0.2)
         handle.revert()
         assert type(model) is modeling_llama.LlamaForCausalLM
-        assert not ops(model, **batch_of(device))
-        output = model(**batch_of(device))  # the wrapper's effect applies to transformers' forward
+        assert not ops(model, **make_batch(device))
+        output = model(**make_batch(device))  # the wrapper's effect applies to transformers' forward
         assert torch.equal(output.logits, expected.logits) and torch.equal(output.loss, expected.loss)
         handle = apply_liger_kernel_to_llama(model=model)
 
 
 def test_mixed_precision_is_removed_from_a_patched_model(accelerator, device):
     """Calls accelerate's method that removes mixed precision after the patch, and then reverts the patch."""
-    fp32 = build(device=device).train()(**batch_of(device))
+    fp32 = build(device=device).train()(**make_batch(device))
     model = accelerator.prepare(build(device=device).train())
     handle = apply_liger_kernel_to_llama(model=model)
     accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-    torch.testing.assert_close(model(**batch_of(device)).loss, fp32.loss)
-    assert ops(model, **batch_of(device)) == OURS
+    torch.testing.assert_close(model(**make_batch(device)).loss, fp32.loss)
+    assert ops(model, **make_batch(device)) == OURS
     handle.revert()
-    assert torch.equal(model(**batch_of(device)).logits, fp32.logits)
-    assert not ops(model, **batch_of(device))
+    assert torch.equal(model(**make_batch(device)).logits, fp32.logits)
+    assert not ops(model, **make_batch(device))
 
 
 def test_a_copy_has_its_own_wrapper(accelerator, device):
     model = accelerator.prepare(build(device=device).train())
     copied = copy.deepcopy(model)
     handle = apply_liger_kernel_to_llama(model=copied)
-    assert ops(copied, **batch_of(device)) == OURS
-    assert not ops(model, **batch_of(device))
+    assert ops(copied, **make_batch(device)) == OURS
+    assert not ops(model, **make_batch(device))
     assert type(model) is modeling_llama.LlamaForCausalLM
     handle.revert()
-    assert not ops(copied, **batch_of(device))
+    assert not ops(copied, **make_batch(device))
 
 
 def test_training_with_mixed_precision(tmp_path, device, accelerator):
@@ -151,7 +151,7 @@ def test_a_wrapper_that_hides_what_it_wraps(device):
     hide(model)
     with pytest.warns(UserWarning, match="LlamaForCausalLM has a forward of its own and is not patched"):
         handle = apply_liger_kernel_to_llama(model=model)
-    assert ops(model, **batch_of(device)) == OURS - {"fused_linear_cross_entropy"}
+    assert ops(model, **make_batch(device)) == OURS - {"fused_linear_cross_entropy"}
     handle.revert()
 
     model = build(device=device).train()
@@ -160,8 +160,8 @@ def test_a_wrapper_that_hides_what_it_wraps(device):
     with pytest.warns(UserWarning, match="wrapped after patching, and keeps the patch"):
         handle.revert()
     assert type(model) is llama.LlamaForCausalLM
-    assert ops(model, **batch_of(device)) == {"fused_linear_cross_entropy"}
-    assert model.eval()(**batch_of(device)).logits is not None
+    assert ops(model, **make_batch(device)) == {"fused_linear_cross_entropy"}
+    assert model.eval()(**make_batch(device)).logits is not None
 
 
 def test_a_wrapper_that_wraps_itself(device):

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import family_models
 import pytest
 import torch
-from family_models import new_look  # noqa: F401
-from llama_models import batch_of, build, config, one_thread  # noqa: F401
+from family_models import clear_recognition  # noqa: F401
+from llama_models import build, config, make_batch, one_thread  # noqa: F401
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -44,7 +44,7 @@ def test_from_pretrained(tmp_path, no_warnings):
     stock.save_pretrained(tmp_path)
     model = AutoLigerKernelForCausalLM.from_pretrained(tmp_path).train()
     assert type(model) is llama.LlamaForCausalLM
-    torch.testing.assert_close(model(**batch_of("cpu")).loss, stock(**batch_of("cpu")).loss)
+    torch.testing.assert_close(model(**make_batch("cpu")).loss, stock(**make_batch("cpu")).loss)
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is modeling_llama.LlamaForCausalLM
     model = AutoLigerKernelForCausalLM.from_pretrained(tmp_path, rope=False, swiglu=False, torch_dtype=torch.bfloat16)
     assert model.dtype == torch.bfloat16
@@ -66,7 +66,7 @@ def test_placed_by_a_map(tmp_path, device):
     assert model.lm_head.weight.is_meta
     for trains in (True, False):
         with torch.no_grad():
-            expected, found = (m.train(trains)(**batch_of(device)) for m in (stock, model))
+            expected, found = (m.train(trains)(**make_batch(device)) for m in (stock, model))
         torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=0)
         assert ("logits" in found) is not trains
 
@@ -145,7 +145,7 @@ def test_a_model_without_a_type_is_left_alone(config):
     assert type(model) is nn.Linear and model.__dict__ == before
 
 
-@pytest.mark.usefixtures("new_look")
+@pytest.mark.usefixtures("clear_recognition")
 def test_warnings_name_the_line_that_led_to_them(monkeypatch):
     rest = {key: entry for key, entry in known.by_digest().items() if entry.replacement != "experts.BatchedExperts"}
     monkeypatch.setattr(known, "by_digest", lambda: rest)

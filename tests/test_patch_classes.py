@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from llama_models import batch_of, build, one_thread, patched, step  # noqa: F401
+from llama_models import build, make_batch, one_thread, patched, step  # noqa: F401
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -35,19 +35,19 @@ def put_on_top(module):
             return super().forward(*args, **kwargs)
 
         @property
-        def device_of_mine(self):
+        def user_property(self):
             return super().extra_repr()
 
     module.__class__ = Mine
     return Mine
 
 
-def classes_of(model):
+def module_classes(model):
     return [type(module) for module in model.modules()]
 
 
 def assert_same_step(model, expected):
-    found = step(model, batch_of("cpu"))
+    found = step(model, make_batch("cpu"))
     for name in found:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5, msg=name)
 
@@ -55,7 +55,7 @@ def assert_same_step(model, expected):
 @pytest.mark.parametrize("name", MODULES)
 def test_a_users_class_on_top_of_a_patch_stays_and_keeps_it(name):
     model = build(tie_word_embeddings=False).train()
-    expected = step(copy.deepcopy(model), batch_of("cpu"))
+    expected = step(copy.deepcopy(model), make_batch("cpu"))
     module, others = MODULES[name](model), copy.deepcopy(model)
     stock = type(module)
     handle = apply_liger_kernel_to_llama(model=model)
@@ -67,27 +67,27 @@ def test_a_users_class_on_top_of_a_patch_stays_and_keeps_it(name):
     assert type(module) is mine and mine.__bases__ == (patch,)
     for one, other in zip(model.modules(), others.modules(), strict=True):
         assert one is module or type(one) is type(other)  # all other modules have their original class
-    assert module.device_of_mine == stock.extra_repr(module)
+    assert module.user_property == stock.extra_repr(module)
     assert_same_step(model, expected)
     # The next call patches the other modules, and its handle reverts them.
     module.__class__ = patch
     apply_liger_kernel_to_llama(model=model).revert()
     assert type(module) is patch
     module.__class__ = stock
-    assert classes_of(model) == classes_of(others)
+    assert module_classes(model) == module_classes(others)
     assert_same_step(model, expected)
 
 
 def test_a_class_that_was_reset_by_hand():
     """The next call patches the module again."""
     model = build()
-    before, mlp = classes_of(model), MODULES["MLP"](model)
+    before, mlp = module_classes(model), MODULES["MLP"](model)
     with apply_liger_kernel_to_llama(model=model):
         mlp.__class__ = before[list(model.modules()).index(mlp)]
         with apply_liger_kernel_to_llama(model=model):
             assert type(mlp) is llama.LlamaMLP
         assert type(mlp) is not llama.LlamaMLP and type(model) is llama.LlamaForCausalLM
-    assert classes_of(model) == before
+    assert module_classes(model) == before
 
 
 class Halved(nn.Module):
@@ -126,12 +126,12 @@ def test_parametrizations_in_any_order(order):
         else:
             for one in (stock, model):
                 {"parametrize": parametrize_some, "remove": remove_parametrizations}[action](one)
-        assert_same_step(model, step(stock, batch_of("cpu")))
+        assert_same_step(model, step(stock, make_batch("cpu")))
     for norm in (MODULES[name](model) for name in ("norm", "last norm")):
         assert isinstance(norm, llama.LlamaRMSNorm) is bool(handles)
-    assert [cls.__name__ for cls in classes_of(model)] == [cls.__name__ for cls in classes_of(stock)]
+    assert [cls.__name__ for cls in module_classes(model)] == [cls.__name__ for cls in module_classes(stock)]
     if not handles and not order.count("parametrize") > order.count("remove"):
-        assert classes_of(model) == classes_of(stock)
+        assert module_classes(model) == module_classes(stock)
 
 
 def test_a_class_of_torchs_is_found_again():

@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 from cases import RecordCalls, python
-from llama_models import batch_of, build, one_thread, patched, step, tokens  # noqa: F401
+from llama_models import build, make_batch, one_thread, patched, step, tokens  # noqa: F401
 from test_patch import PATCHED
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -16,13 +16,13 @@ from liger_ext import apply_liger_kernel_to_llama
 from liger_ext.models import llama
 
 
-def classes_of_ours(model):
+def patched_class_names(model):
     return {
         type(module).__name__ for module in model.modules() if type(module).__module__.startswith("liger_ext.models.")
     }
 
 
-def patched_without(name):
+def expected_names(name):
     """Names of our classes when `name` is not patched; only a patched LlamaForCausalLM needs a patched head."""
     return set(PATCHED) - {name} | ({"Linear"} if name != "LlamaForCausalLM" else set())
 
@@ -45,21 +45,21 @@ def replace_forward(monkeypatch, name, decorate):
 def test_a_replaced_forward_is_called(monkeypatch, name, decorate):
     model = build().train()
     calls = replace_forward(monkeypatch, name, decorate)
-    model(**batch_of("cpu"))
+    model(**make_batch("cpu"))
     expected = len(calls)
     with pytest.warns(
         UserWarning, match=rf"{name}\.forward of transformers was replaced by theirs \(.*foreign\.py"
     ) as w:
         handle = apply_liger_kernel_to_llama(model=model)
     assert len(w) == 1
-    assert classes_of_ours(model) == patched_without(name)
+    assert patched_class_names(model) == expected_names(name)
     calls.clear()
     with RecordCalls() as record:
-        model(**batch_of("cpu")).loss.backward()
+        model(**make_batch("cpu")).loss.backward()
     assert len(calls) == expected > 0
     assert record.calls  # the other classes are patched
     handle.revert()
-    assert not classes_of_ours(model)
+    assert not patched_class_names(model)
 
 
 def test_a_replaced_class_stays_as_it_is(monkeypatch):
@@ -74,10 +74,10 @@ def test_a_replaced_class_stays_as_it_is(monkeypatch):
             return self.up_proj(x)
 
     monkeypatch.setattr(modeling_llama, "LlamaMLP", Mlp)
-    model, batch = build().train(), batch_of("cpu")
+    model, batch = build().train(), make_batch("cpu")
     expected = model(**batch).loss
     with apply_liger_kernel_to_llama(model=model):
-        assert classes_of_ours(model) == patched_without("LlamaMLP")
+        assert patched_class_names(model) == expected_names("LlamaMLP")
         torch.testing.assert_close(model(**batch).loss, expected)
 
 
@@ -107,7 +107,7 @@ def test_a_replaced_rope_is_called(monkeypatch):
         apply_liger_kernel_to_llama(model=model)
     model(tokens(1, 4))
     assert len(calls) == 2
-    assert classes_of_ours(model) == patched_without("LlamaAttention")
+    assert patched_class_names(model) == expected_names("LlamaAttention")
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -160,7 +160,7 @@ def test_an_attention_function_of_the_users_own_gets_the_module_itself(monkeypat
     model, seen = build(attn_implementation="eager").train(), []
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", theirs)
     patched_model = patched(model)
-    patched_model(**batch_of("cpu")).loss.backward()
+    patched_model(**make_batch("cpu")).loss.backward()
     assert all(found is layer.self_attn for found, layer in zip(seen, patched_model.model.layers, strict=True))
 
 
@@ -199,7 +199,7 @@ def halve_linears(monkeypatch, how):
 @pytest.mark.parametrize("how", ["method", "function", "mode"])
 def test_replaced_linear_layers_have_their_own_gradients(monkeypatch, how):
     stock = build().train()
-    model, batch = patched(stock), batch_of("cpu")
+    model, batch = patched(stock), make_batch("cpu")
     labels = batch.pop("labels")
 
     def forward(model, input_ids):
@@ -283,7 +283,7 @@ def test_a_loss_of_the_users_own_gets_what_it_gets_unpatched(device, training):
     model = patched(stock)
     for each in (stock, model):
         each.loss_function = loss_function
-        output = each(**batch_of(device), **options, num_items_in_batch=7)
+        output = each(**make_batch(device), **options, num_items_in_batch=7)
         torch.testing.assert_close(output.loss, output.logits.float().square().mean())
     assert seen[0].keys() >= options.keys()
     assert seen[1].keys() == seen[0].keys()
@@ -331,7 +331,7 @@ def test_a_learned_scale_of_rope():
     def gradient(model):
         scale = torch.ones((), requires_grad=True)
         model.model.rotary_emb.register_forward_hook(lambda module, args, output: [scale * table for table in output])
-        model(**batch_of("cpu")).loss.backward()
+        model(**make_batch("cpu")).loss.backward()
         return scale.grad
 
     stock = build()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from llama_models import VOCAB, batch_of, build, compare, lora, one_thread, ops, patched  # noqa: F401
+from llama_models import VOCAB, build, compare, lora, make_batch, one_thread, ops, patched  # noqa: F401
 from torch import nn
 
 from liger_ext.models.modules.head import Linear, loss_caller
@@ -15,15 +15,15 @@ def test_hooks_on_the_head(device):
     assert type(model.lm_head) is Linear
     seen = []
     hook = model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.shape))
-    assert "cross_entropy" in ops(model, **batch_of(device))
+    assert "cross_entropy" in ops(model, **make_batch(device))
     assert seen[0][-1] == VOCAB
     hook.remove()
-    assert "fused_linear_cross_entropy" in ops(model, **batch_of(device))
+    assert "fused_linear_cross_entropy" in ops(model, **make_batch(device))
     hidden_states = torch.randn(2, 64, device=device)
     expected = nn.functional.linear(hidden_states, model.lm_head.weight)
     torch.testing.assert_close(model.lm_head(hidden_states), expected, rtol=0, atol=0)
     model.resize_token_embeddings(VOCAB + 24)  # builds a new head
-    assert "fused_linear_cross_entropy" in ops(model, **batch_of(device))
+    assert "fused_linear_cross_entropy" in ops(model, **make_batch(device))
 
 
 def test_what_is_no_linear_head():
@@ -37,7 +37,7 @@ def test_what_is_no_linear_head():
     model.lm_head = Scaled(64, VOCAB, bias=False)
     compared = patched(model)
     assert type(compared.lm_head) is Scaled
-    torch.testing.assert_close(compared(**batch_of("cpu")).loss, model(**batch_of("cpu")).loss)
+    torch.testing.assert_close(compared(**make_batch("cpu")).loss, model(**make_batch("cpu")).loss)
 
 
 def test_parametrized_head(device):
@@ -56,10 +56,10 @@ def test_parametrized_head(device):
     nn.utils.parametrize.register_parametrization(model.lm_head, "weight", Doubled())
     nn.utils.parametrize.register_parametrization(model.lm_head, "weight", Counted())
     compared = patched(model)
-    assert "fused_linear_cross_entropy" in ops(compared, **batch_of(device))
-    torch.testing.assert_close(compared(**batch_of(device)).loss, model(**batch_of(device)).loss)
+    assert "fused_linear_cross_entropy" in ops(compared, **make_batch(device))
+    torch.testing.assert_close(compared(**make_batch(device)).loss, model(**make_batch(device)).loss)
     Counted.calls = 0
-    compared(**batch_of(device))
+    compared(**make_batch(device))
     assert Counted.calls == 1
 
 
@@ -77,7 +77,7 @@ ADAPTERS = {
 def test_a_head_with_an_adapter_in_chunks(device, dtype, options, memory):
     """Loss, further outputs and every gradient, from logits that never exist as a whole."""
     model = lora(build(tie_word_embeddings=False), target_modules=["lm_head"], **options).to(device, dtype).train()
-    batch = batch_of(device, rows=6, seq=50)
+    batch = make_batch(device, rows=6, seq=50)
     extra = dict(memory=memory, num_items_in_batch=torch.tensor(77), label_smoothing=0.1, return_token_accuracy=True)
     sizes = []
     head = model.base_model.model.lm_head
@@ -119,7 +119,7 @@ def test_chunks_of_a_called_head(device, casts):
     model = patched(build(tie_word_embeddings=False).train())
     model.lm_head = Scaled(64, VOCAB)
     model.to(device)
-    batch = batch_of(device, rows=6, seq=50)
+    batch = make_batch(device, rows=6, seq=50)
 
     def run(memory):
         with torch.autocast(device.type, torch.bfloat16, enabled=casts):

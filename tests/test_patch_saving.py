@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from cases import python
-from llama_models import batch_of, build, one_thread, patched  # noqa: F401
+from llama_models import build, make_batch, one_thread, patched  # noqa: F401
 from test_patch import PATCHED, NoForward, classes
 from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
@@ -36,7 +36,7 @@ def test_deepcopy():
     model = patched(build().train())
     copied = copy.deepcopy(model)
     assert classes(copied) == classes(model)
-    assert torch.equal(copied(**batch_of("cpu")).loss, model(**batch_of("cpu")).loss)
+    assert torch.equal(copied(**make_batch("cpu")).loss, model(**make_batch("cpu")).loss)
 
 
 @pytest.mark.slow
@@ -44,7 +44,7 @@ def test_deepcopy():
 def test_pickles_into_a_fresh_process(tmp_path, options):
     model = patched(build().train(), **options)
     torch.save(model, tmp_path / "model.pt")
-    torch.save(batch_of("cpu"), tmp_path / "batch.pt")
+    torch.save(make_batch("cpu"), tmp_path / "batch.pt")
     script = """
 import sys, torch
 model = torch.load(sys.argv[1] + "/model.pt", weights_only=False)
@@ -54,7 +54,7 @@ torch.set_num_threads(1)
 torch.save(model(**batch).loss, sys.argv[1] + "/loss.pt")
 """
     python("-c", script, tmp_path)
-    assert torch.equal(torch.load(tmp_path / "loss.pt"), model(**batch_of("cpu")).loss.detach())
+    assert torch.equal(torch.load(tmp_path / "loss.pt"), model(**make_batch("cpu")).loss.detach())
 
 
 def test_load_in_this_process():
@@ -72,5 +72,5 @@ def test_a_class_of_the_users():
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
         loaded = pickle.loads(pickle.dumps(model, protocol))
         assert classes(loaded) == classes(model) and loaded.extra() == model.extra()
-    assert torch.equal(loaded(**batch_of("cpu")).loss, model(**batch_of("cpu")).loss)
+    assert torch.equal(loaded(**make_batch("cpu")).loss, model(**make_batch("cpu")).loss)
     assert classes(copy.deepcopy(model)) == classes(model)

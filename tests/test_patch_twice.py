@@ -8,7 +8,7 @@ import re
 
 import pytest
 from llama_models import build, one_thread, patched  # noqa: F401
-from test_patch import LOSS_OF_LOGITS, global_state, traces
+from test_patch import LOGITS_LOSS, global_state, traces
 from torch import nn
 
 from liger_ext import apply_liger_kernel_to_instance, apply_liger_kernel_to_llama, compat
@@ -30,7 +30,7 @@ def levels(model):
 
 
 @functions
-@pytest.mark.parametrize("options", [{}, dict(rope=False, rms_norm=False), LOSS_OF_LOGITS, NO_LOSS], ids=str)
+@pytest.mark.parametrize("options", [{}, dict(rope=False, rms_norm=False), LOGITS_LOSS, NO_LOSS], ids=str)
 @pytest.mark.parametrize("how", ["itself", "a wrapper", "a part", "a copy", "a pickle"])
 def test_the_same_options_change_nothing(function, options, how):
     model = patched(STOCK, memory="low", **options)
@@ -46,8 +46,8 @@ def test_the_same_options_change_nothing(function, options, how):
     (dict(rope=False), dict(swiglu=False), dict(rope=False, swiglu=True)),
     ({}, dict(rms_norm=False), dict(rms_norm=True, fused_add_rms_norm=True)),
     (NO_LOSS, {}, dict(fused_linear_cross_entropy=False)),
-    ({}, LOSS_OF_LOGITS, dict(cross_entropy=False, fused_linear_cross_entropy=True)),
-    (LOSS_OF_LOGITS, NO_LOSS, dict(cross_entropy=True)),
+    ({}, LOGITS_LOSS, dict(cross_entropy=False, fused_linear_cross_entropy=True)),
+    (LOGITS_LOSS, NO_LOSS, dict(cross_entropy=True)),
 ])  # fmt: skip
 def test_other_options_are_an_error(function, first, second, named):
     model = copy.deepcopy(STOCK)

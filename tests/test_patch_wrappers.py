@@ -9,12 +9,12 @@ from cases import RecordCalls
 from llama_models import (  # noqa: F401
     TRANSFORMERS,
     VOCAB,
-    batch_of,
     build,
     checkpoint_layers,
     compare,
     count_calls,
     lora,
+    make_batch,
     one_thread,
     ops,
     patched,
@@ -51,7 +51,7 @@ LORA = {
 @pytest.mark.parametrize("options", LORA.values(), ids=LORA)
 def test_peft_then_patch(device, dtype, options):
     model = lora(build(dtype=dtype), **options).to(device, dtype).train()
-    trained = compare(model, batch_of(device))
+    trained = compare(model, make_batch(device))
     assert any(p.grad is not None and p.grad.any() for n, p in trained.named_parameters() if "lora" in n)
 
 
@@ -59,13 +59,13 @@ def test_peft_then_patch(device, dtype, options):
 def test_patch_then_peft(device, options):
     stock = lora(build(), **options).to(device).train()
     model = lora(patched(build()), **options).to(device).train()
-    expected, result = step(stock, batch_of(device)), step(model, batch_of(device))
+    expected, result = step(stock, make_batch(device)), step(model, make_batch(device))
     assert expected.keys() - result.keys() == {"logits"}
     assert_close(result, expected)
 
 
 def test_which_head_peft_uses(device):
-    batch = batch_of(device)
+    batch = make_batch(device)
     model = patched(lora(build(), target_modules=["q_proj"], modules_to_save=["lm_head"])).to(device).train()
     head = model.base_model.model.lm_head
     assert "fused_linear_cross_entropy" in ops(model, **batch)
@@ -115,7 +115,7 @@ def shard(model, mesh, head=None, **options):
 
 
 def sharded_step(model):
-    results = step(model, batch_of("cpu"))
+    results = step(model, make_batch("cpu"))
     results = {name: (r.full_tensor() if hasattr(r, "full_tensor") else r).clone() for name, r in results.items()}
     model.zero_grad()  # before the next forward hides the sharded parameters and their gradients
     return results
@@ -127,7 +127,7 @@ def test_fsdp2(mesh, order, head):
     from torch.distributed.fsdp import FSDPModule
 
     stock = build(tie_word_embeddings=False).train()
-    expected = step(stock, batch_of("cpu"))
+    expected = step(stock, make_batch("cpu"))
     model = copy.deepcopy(stock)
     if order == "patch, shard":
         handle = apply_liger_kernel_to_llama(model=model)
@@ -146,12 +146,12 @@ def test_fsdp2(mesh, order, head):
         assert ("logits" in result) is not is_patched
         assert result.keys() | {"logits"} == expected.keys()
         assert_close(result, expected)
-        assert ops(model, **batch_of("cpu")) == (expected_ops if is_patched else set())
+        assert ops(model, **make_batch("cpu")) == (expected_ops if is_patched else set())
 
     expected_ops = {"rms_norm", "add_rms_norm", "glu", "rope", "fused_linear_cross_entropy"}
     check(True)
     with torch.no_grad():
-        assert model.eval()(**batch_of("cpu")).logits is not None
+        assert model.eval()(**make_batch("cpu")).logits is not None
     model.train()
     handle.revert()
     check(False)
@@ -174,24 +174,24 @@ def test_fsdp2_in_bf16(mesh, reshard):
         for m in (copy.deepcopy(stock), patched(stock))
     ]
     for _ in range(2):
-        losses = [m(**batch_of("cpu"), num_items_in_batch=11).loss for m in models]
+        losses = [m(**make_batch("cpu"), num_items_in_batch=11).loss for m in models]
         torch.testing.assert_close(losses[1].double(), losses[0].double(), rtol=2e-2, atol=0)
         for loss in losses:
             loss.backward()
     expected, found = (m.lm_head.weight.grad.full_tensor() for m in models)
     assert found.dtype == expected.dtype
     torch.testing.assert_close(found, expected, rtol=0, atol=0.03 * expected.abs().max().item())
-    assert "fused_linear_cross_entropy" in ops(models[1], **batch_of("cpu"))
+    assert "fused_linear_cross_entropy" in ops(models[1], **make_batch("cpu"))
 
 
 def test_what_fsdp2_casts_is_not_the_loss(mesh):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model = patched(build(tie_word_embeddings=False).train())
-    expected = model(**batch_of("cpu")).loss
+    expected = model(**make_batch("cpu")).loss
     fully_shard(model.lm_head, mesh=mesh, mp_policy=MixedPrecisionPolicy(output_dtype=torch.bfloat16))
-    assert "cross_entropy" in ops(model, **batch_of("cpu"))
-    loss = model(**batch_of("cpu")).loss
+    assert "cross_entropy" in ops(model, **make_batch("cpu"))
+    loss = model(**make_batch("cpu")).loss
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, expected, rtol=2e-3, atol=0)
 
@@ -200,7 +200,7 @@ def test_what_fsdp2_casts_is_not_the_loss(mesh):
 @pytest.mark.parametrize("order", ["patch, shard", "shard, patch"])
 def test_fsdp2_keeps_gradient_checkpointing(mesh, order, use_reentrant):
     stock = build().train()
-    expected = step(stock, batch_of("cpu"))
+    expected = step(stock, make_batch("cpu"))
     model = stock if order == "shard, patch" else patched(stock)
     model = shard(model, mesh)
     if order == "shard, patch":
@@ -216,7 +216,7 @@ def test_fsdp2_keeps_gradient_checkpointing(mesh, order, use_reentrant):
 def test_accelerate_device_hooks(order):
     hooks = pytest.importorskip("accelerate.hooks")
     model = build().train()
-    expected = step(copy.deepcopy(model), batch_of("cpu"))
+    expected = step(copy.deepcopy(model), make_batch("cpu"))
     mlp, head = model.model.layers[0].mlp, model.lm_head
     if order == "patch, hook":
         handle = apply_liger_kernel_to_llama(model=model)
@@ -231,21 +231,21 @@ def test_accelerate_device_hooks(order):
         hooks.add_hook_to_module(module, hooks.AlignDevicesHook(execution_device="cpu"))
     if order == "hook, patch":
         handle = apply_liger_kernel_to_llama(model=model)
-    result = step(model, batch_of("cpu"))
+    result = step(model, make_batch("cpu"))
     assert "logits" not in result
-    assert "fused_linear_cross_entropy" in ops(model, **batch_of("cpu"))
+    assert "fused_linear_cross_entropy" in ops(model, **make_batch("cpu"))
     assert_close(result, expected)
     with RecordCalls() as record:
         mlp(torch.randn(2, 64))
     assert len(record.calls) == 1
     hooks.add_hook_to_module(head, Halves(), append=True)
-    halved = model(**batch_of("cpu")).loss
-    assert "cross_entropy" in ops(model, **batch_of("cpu"))
+    halved = model(**make_batch("cpu")).loss
+    assert "cross_entropy" in ops(model, **make_batch("cpu"))
     handle.revert()
-    torch.testing.assert_close(halved, model(**batch_of("cpu")).loss)
-    assert model(**batch_of("cpu")).logits is not None and not ops(model, **batch_of("cpu"))
+    torch.testing.assert_close(halved, model(**make_batch("cpu")).loss)
+    assert model(**make_batch("cpu")).logits is not None and not ops(model, **make_batch("cpu"))
     hooks.remove_hook_from_module(model, recurse=True)
-    assert model(**batch_of("cpu")).logits is not None and not ops(model, **batch_of("cpu"))
+    assert model(**make_batch("cpu")).logits is not None and not ops(model, **make_batch("cpu"))
 
 
 class Holder(nn.Module):
@@ -314,9 +314,9 @@ def test_loss_of_sharded_logits(mesh, family):
     for model in (stock, compared):
         parallel.parallelize_module(model, mesh, {"lm_head": parallel.ColwiseParallel(use_local_output=False)})
     with parallel.loss_parallel():
-        results = [step(model, batch_of("cpu")) for model in (compared, stock)]
+        results = [step(model, make_batch("cpu")) for model in (compared, stock)]
     for name in results[0]:
         found, expected = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (r[name] for r in results))
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="DTensor takes no options"), parallel.loss_parallel():
-        compared(**batch_of("cpu"), label_smoothing=0.1)
+        compared(**make_batch("cpu"), label_smoothing=0.1)

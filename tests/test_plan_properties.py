@@ -30,16 +30,16 @@ from liger_ext.records import RECORDS
 PROFILES = list(_C.profiles())
 OPS = _C.planned_ops()
 MODELS = SHARED | PLAN_MODELS
-RECORD_OF = {  # of an op or its backward; the copy has no record
+OP_RECORDS = {  # of an op or its backward; the copy has no record
     name: record
     for record in RECORDS.values()
     for name in (record.kernels, f"{record.kernels}_backward")
     if record.kernels == record.name
 }
-WITH_HEADS = {name for name, record in RECORD_OF.items() if any(record.llama.heads)}
+WITH_HEADS = {name for name, record in OP_RECORDS.items() if any(record.llama.heads)}
 IN_GROUPS = {
     name
-    for name, record in RECORD_OF.items()
+    for name, record in OP_RECORDS.items()
     if "groups" in record.launch_options(record.llama, torch.float32, _C.profile("H100"), {})
 }
 INSTANCES = instances.table()
@@ -84,7 +84,7 @@ def calls(draw, op):
         call["channel"] = draw(st.sampled_from([0, 1, 7, 64, 4096, 16_384]))
         if call["channel"]:
             call["cols"] = -(-call["cols"] // call["channel"]) * call["channel"]
-    if op in RECORD_OF and RECORD_OF[op].llama.hidden:
+    if op in OP_RECORDS and OP_RECORDS[op].llama.hidden:
         call["hidden"] = draw(st.integers(1, 16_384))
         call["chunk_rows"] = draw(st.sampled_from([0, 128, 1024, 4096]))
         call["chunk_classes"] = draw(st.sampled_from([0, 0, 64, 1024]))
@@ -134,7 +134,7 @@ def check_call(op, device, call):
     made = launches(op, device, call) or []
     for launch in made:
         check_legal(launch, device)
-        facts = {**call, "record": RECORD_OF.get(op), "device": device, "element_bytes": BYTES[call["dtype"]]}
+        facts = {**call, "record": OP_RECORDS.get(op), "device": device, "element_bytes": BYTES[call["dtype"]]}
         if op in WITH_HEADS:
             sizes = (call[name] for name in ("rows", "q_heads", "k_heads", "cols"))
             rotary = call["rotary_dim"] or call["cols"]
@@ -172,12 +172,12 @@ def test_plans_with_any_knobs_are_legal_and_cover_everything(op):
 def test_the_workspace_of_column_sums_is_enough(op, data, knobs):
     call = data.draw(calls(op)) | {"knobs": knobs}
     for device in PROFILES:
-        most = _C.norm_partial_rows(device, call["rows"], call["cols"], len(RECORD_OF[op].parameters) > 1)
+        most = _C.norm_partial_rows(device, call["rows"], call["cols"], len(OP_RECORDS[op].parameters) > 1)
         for launch in launches(op, device, call) or []:
             assert launch.plan.partial_rows <= most
 
 
-def plan_of(launch):
+def plan_fields(launch):
     fields = ("path", "k", "threads_per_row", "block", "grid", "cluster", "smem", "stages", "partial_rows")
     return launch.kernel, tuple(launch.instance), *(getattr(launch.plan, name) for name in fields)
 
@@ -213,9 +213,9 @@ def test_knobs_change_the_tunable_launch_alone(op, cols, knobs, elsewhere):
     tuned = _C.plans(op, device, 8192, cols, **heads, knobs=_C.Knobs(**knobs))
     assert [launch.tunable for launch in own] == [launch.tunable for launch in tuned]
     for a, b in zip(own, tuned, strict=True):
-        assert a.kernel == "SumColumns" or (plan_of(a) != plan_of(b)) == bool(a.tunable), a.kernel
+        assert a.kernel == "SumColumns" or (plan_fields(a) != plan_fields(b)) == bool(a.tunable), a.kernel
     for a, b in zip(own, _C.plans(op, device, 8192, cols, **heads, knobs=_C.Knobs(**elsewhere)), strict=True):
-        assert plan_of(a) == plan_of(b)
+        assert plan_fields(a) == plan_fields(b)
 
 
 def test_every_op_but_the_copy_has_a_launch_with_knobs():
@@ -234,7 +234,7 @@ def test_all_profiles_take_llama_sizes():
     """No error, even near HIP's limit: hidden sizes and vocabularies of Llama, a million tokens."""
     for device in PROFILES:
         for op in OPS:
-            cols = RECORD_OF[op].llama.cols if op in RECORD_OF else 8192
+            cols = OP_RECORDS[op].llama.cols if op in OP_RECORDS else 8192
             rows = 2**18 if cols > 2**16 else 2**20  # more rows of logits fit in no GPU
             assert _C.plans(op, device, rows, cols, q_heads=64, k_heads=8, hidden=8192, chunk_rows=4096)
 
@@ -269,7 +269,7 @@ def changed(launch, **fields):
 def test_the_model_finds_wrong_plans(op, wrong):
     device = _C.profile("H200")
     first = _C.plans(op, device, 1000, 4096)[0]
-    facts = {"record": RECORD_OF.get(op), "device": device, "element_bytes": 2}
+    facts = {"record": OP_RECORDS.get(op), "device": device, "element_bytes": 2}
     MODELS[first.kernel](changed(first), facts)
     with pytest.raises(AssertionError):
         MODELS[first.kernel](changed(first, **wrong), facts)
@@ -319,7 +319,7 @@ def cuda_report():
     text = subprocess.run(["c++filt"], input=text, capture_output=True, text=True, check=True).stdout
     report = {}
     for name, used in re.findall(r"Function void liger::gpu::entry<(.*?)>\(.*?\n.*?REG:(\d+)", text):
-        report[instances.key_of(name)] = max(int(used), report.get(instances.key_of(name), 0))
+        report[instances.instance_key(name)] = max(int(used), report.get(instances.instance_key(name), 0))
     return report
 
 

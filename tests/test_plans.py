@@ -21,7 +21,7 @@ def profile(name):
     return DEVICES[name]
 
 
-def power_of_two(n):
+def is_pow2(n):
     return n > 0 and n & (n - 1) == 0
 
 
@@ -48,9 +48,9 @@ rows_and_cols = {
 def check(plan, device, rows, cols, tiling):
     assert plan.warp == device.warp
     assert 0 < plan.block <= min(tiling["max_block"], device.max_block_threads) and plan.block % plan.warp == 0
-    assert power_of_two(plan.threads_per_row) and plan.block % plan.threads_per_row == 0
+    assert is_pow2(plan.threads_per_row) and plan.block % plan.threads_per_row == 0
     assert plan.threads_per_row <= plan.warp or plan.threads_per_row % plan.warp == 0
-    assert plan.vec == tiling["vec"] and 1 <= plan.k <= tiling["max_k"] and power_of_two(plan.k)
+    assert plan.vec == tiling["vec"] and 1 <= plan.k <= tiling["max_k"] and is_pow2(plan.k)
     assert 0 < plan.grid <= GRID_LIMIT
     if plan.path == _C.Path.regs:
         assert plan.threads_per_row * plan.k * plan.vec >= cols

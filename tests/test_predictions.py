@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from cases import class_weights, dtypes_of, laid_out
+from cases import class_weights, device_dtypes, laid_out
 
 from liger_ext import functional as F
 from liger_ext.ops._loss_plan import SMALLEST
@@ -43,7 +43,7 @@ def check(loss, expected, **options):
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "none")
 def test_rows_that_begin_anywhere(device, options):
-    for dtype in dtypes_of(device):
+    for dtype in device_dtypes(device):
         vector = 16 // dtype.itemsize
         # Rows shorter than a vector, and rows for a part of a warp, several warps and most threads of a block.
         for cols, firsts in ((5, range(5)), (133, range(vector + 2)), (4099, (0, 3)), (10_001, (1,))):
@@ -60,7 +60,9 @@ def test_rows_that_begin_anywhere(device, options):
 def test_fused_loss(device, weighted, gradient):
     """Short rows, held rows, and classes in two chunks; element by element where class weights are not aligned."""
     options = {name: value for name, value in OPTIONS[-1].items() if weighted and name != "weight"}
-    for dtype, (cols, memory) in itertools.product(dtypes_of(device), ((35, "fast"), (1051, "fast"), (2051, SMALLEST))):
+    for dtype, (cols, memory) in itertools.product(
+        device_dtypes(device), ((35, "fast"), (1051, "fast"), (2051, SMALLEST))
+    ):
         if weighted:
             options["ce_weight"] = laid_out(class_weights(cols)(device, dtype), "offset")
         for row, expected in zip(*rows_and_predictions(cols, (3,), dtype, device), strict=True):

@@ -5,10 +5,10 @@ import torch
 from llama_models import (  # noqa: F401
     LEVELS,
     VOCAB,
-    batch_of,
     build,
     checkpoint_layers,
     distance,
+    make_batch,
     one_thread,
     ops,
     step,
@@ -49,7 +49,7 @@ class Int8LinearSubclass(nn.Linear):
     forward = Int8Linear.forward
 
 
-def of_class(cls):
+def quantise_with(cls):
     def quantise(model: nn.Module, names) -> nn.Module:
         for path, module in list(model.named_modules()):
             if isinstance(module, nn.Linear) and path.rpartition(".")[2] in names:
@@ -69,7 +69,7 @@ def bnb_4bit(model: nn.Module, names) -> nn.Module:
         made.load_state_dict(linear.state_dict())
         return made.to(linear.weight.device)
 
-    return of_class(make)(model, names)
+    return quantise_with(make)(model, names)
 
 
 def bnb_8bit(model: nn.Module, names) -> nn.Module:
@@ -80,7 +80,7 @@ def bnb_8bit(model: nn.Module, names) -> nn.Module:
         made.load_state_dict(linear.state_dict())
         return made.to(linear.weight.device)
 
-    return of_class(make)(model, names)
+    return quantise_with(make)(model, names)
 
 
 def torchao(config):
@@ -102,8 +102,8 @@ def float8(model: nn.Module, names) -> nn.Module:
 
 
 KINDS = {
-    "module": of_class(Int8Linear),
-    "subclass": of_class(Int8LinearSubclass),
+    "module": quantise_with(Int8Linear),
+    "subclass": quantise_with(Int8LinearSubclass),
     "bitsandbytes 4 bit": bnb_4bit,
     "bitsandbytes 8 bit": bnb_8bit,
     "torchao int8": torchao("Int8WeightOnlyConfig"),
@@ -113,14 +113,14 @@ kinds = pytest.mark.parametrize("quantise", KINDS.values(), ids=KINDS)
 
 
 # On a GPU, float8 matmuls need sizes that are multiples of 16, also the number of tokens of a batch.
-VOCAB_OF_FLOAT8 = -(-VOCAB // 16) * 16
+FLOAT8_VOCAB = -(-VOCAB // 16) * 16
 
 
 def both(order, quantise, dtype, device, names, change=None, **options) -> list[nn.Module]:
     """A stock model and a patched one with the same quantised weights."""
     models = []
     for is_patched in (False, True):
-        model = build(dtype=dtype, device=device, tie_word_embeddings=False, vocab_size=VOCAB_OF_FLOAT8)
+        model = build(dtype=dtype, device=device, tie_word_embeddings=False, vocab_size=FLOAT8_VOCAB)
         if is_patched and order == "patch, quantise":
             apply_liger_kernel_to_llama(model=model, **options)
         model = (change or (lambda m: m))(quantise(model, names))
@@ -164,7 +164,7 @@ def assert_same_float8_steps(stock, model, rows, seq, dtype, **options):
     batch, and then gradients 0.06 apart; the others agree. So some batches may differ here, but not all. In bf16 every
     batch does.
     """
-    batches = [batch_of(model.device, rows, seq, seed) for seed in range(1, 5)]
+    batches = [make_batch(model.device, rows, seq, seed) for seed in range(1, 5)]
     found = [distances(stock, model, batch, **options) for batch in batches]
     # Each chunk of tokens has its own scale.
     in_one_batch = 0.3 if dtype == torch.bfloat16 else 0.05 if options.get("memory") == SMALLEST else 2e-4
@@ -182,7 +182,7 @@ def test_quantised_layers(device, quantise, order, dtype):
     stock, model = both(order, quantise, dtype, device, ALL)
     down = model.model.layers[1].mlp.down_proj
     assert type(down) is not nn.Linear or type(down.weight) is not nn.Parameter
-    batch = batch_of(device, 4, 16)
+    batch = make_batch(device, 4, 16)
     assert "fused_linear_cross_entropy" in ops(model, **batch)
     if quantise is float8:
         assert_same_float8_steps(stock, model, 4, 16, dtype)
@@ -199,7 +199,7 @@ def test_quantised_heads(device, quantise, memory, order, dtype):
     if quantise is float8:
         assert_same_float8_steps(stock, model, 6, 48, dtype, memory=memory)
     else:
-        assert_same_step(stock, model, batch_of(device, 6, 48), dtype, memory=memory)
+        assert_same_step(stock, model, make_batch(device, 6, 48), dtype, memory=memory)
 
 
 @orders
@@ -212,7 +212,7 @@ def test_adapters_on_quantised_layers(device, quantise, head, order):
     targets = ["q_proj", "down_proj", *["lm_head"] * head]
     change = None if quantise is KINDS["module"] else lambda m: adapted(m, targets)
     stock, model = both(order, quantise, torch.bfloat16, device, names, change)
-    assert_same_step(stock, model, batch_of(device), torch.bfloat16)
+    assert_same_step(stock, model, make_batch(device), torch.bfloat16)
 
 
 @orders
@@ -226,4 +226,4 @@ def test_prepared_for_training(device, name, use_reentrant, memory, order):
     stock, model = both(order, KINDS[name], torch.bfloat16, device, ALL, change, memory=memory)
     assert model.base_model.model.model.norm.weight.dtype == torch.float32
     assert model.base_model.model.model.layers[0].gradient_checkpointing
-    assert_same_step(stock, model, batch_of(device), torch.bfloat16)
+    assert_same_step(stock, model, make_batch(device), torch.bfloat16)

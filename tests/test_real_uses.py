@@ -6,8 +6,8 @@ import warnings
 import pytest
 import torch
 import torch.utils.checkpoint
-from cases import gradients, host_target, leaves_of, losses_of, normal, random_targets
-from ops import EXAMPLES, IDS, ONE_OF_EACH
+from cases import differentiable_outputs, gradients, host_target, normal, random_targets, tensor_leaves
+from ops import DEFAULT_EXAMPLES, EXAMPLES, IDS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from liger_ext import functional as F
 from liger_ext.ops._loss_plan import SMALLEST
 
-each_op = pytest.mark.parametrize("example", ONE_OF_EACH, ids=[e.op for e in ONE_OF_EACH])
+each_op = pytest.mark.parametrize("example", DEFAULT_EXAMPLES, ids=[e.op for e in DEFAULT_EXAMPLES])
 MODES = {"one chunk": "auto", "several chunks": SMALLEST}
 each_mode = pytest.mark.parametrize("memory", MODES.values(), ids=MODES)
 
@@ -156,9 +156,9 @@ def test_a_checkpoint_that_starts_with_the_op(device, example):
 
     def region(*leaves):
         made = dict(zip((k for k, v in arguments.items() if any(v is t for t in leaves)), leaves, strict=True))
-        return tuple(t.sin() for t in losses_of(example({**arguments, **made})))
+        return tuple(t.sin() for t in differentiable_outputs(example({**arguments, **made})))
 
-    leaves = leaves_of(arguments)
+    leaves = tensor_leaves(arguments)
     plain = torch.autograd.grad([t.sum() for t in region(*leaves)], leaves)
     again = torch.utils.checkpoint.checkpoint(region, *leaves, use_reentrant=False)
     found = torch.autograd.grad([t.sum() for t in again], leaves)
@@ -187,8 +187,8 @@ def test_meta_tensors(example):
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor) and value.requires_grad:
             meta[name].requires_grad_()
-    outputs = losses_of(example(meta))
-    found = torch.autograd.grad(outputs, leaves_of(meta), [torch.empty_like(t) for t in outputs])
+    outputs = differentiable_outputs(example(meta))
+    found = torch.autograd.grad(outputs, tensor_leaves(meta), [torch.empty_like(t) for t in outputs])
     assert [(t.shape, t.dtype) for t in found] == expected
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from liger_ext import _C, functional, records
-from liger_ext.records import RECORDS, Make, Record
+from liger_ext.records import RECORDS, InputFactory, Record
 
 ROOT = Path(__file__).parents[1]
 EACH = pytest.mark.parametrize("record", RECORDS.values(), ids=list(RECORDS))
@@ -18,7 +18,7 @@ NOT_OPS = HELPERS | {"linear_log_probs"}  # uses the fused loss's op
 
 
 def example(record, dtype=torch.float32):
-    return record.inputs(Make(dtype), record.example(6, 16, 11))
+    return record.inputs(InputFactory(dtype), record.example(6, 16, 11))
 
 
 def test_every_op_has_a_record():

@@ -10,8 +10,8 @@ import family_models
 import pytest
 import test_trainer
 import torch
-from family_models import assert_same, new_look  # noqa: F401
-from llama_models import TRANSFORMERS, batch_of, one_thread, ops, step, tokens  # noqa: F401
+from family_models import assert_same, clear_recognition  # noqa: F401
+from llama_models import TRANSFORMERS, make_batch, one_thread, ops, step, tokens  # noqa: F401
 from remote_code import build, write_repository
 from test_trainer import LAYERS, LOSS, parameters
 from transformers import AutoModelForCausalLM, dynamic_module_utils
@@ -89,11 +89,11 @@ def test_equals_stock(llama, model_type):
         warnings.simplefilter("error", UserWarning)
         ours = patched(stock)
     assert patched_classes(ours) == PATCHED
-    expected, found = step(stock, batch_of("cpu")), step(ours, batch_of("cpu"))
+    expected, found = step(stock, make_batch("cpu")), step(ours, make_batch("cpu"))
     assert "logits" in expected and "logits" not in found
     assert_same(found, expected)
-    assert ops(ours, **batch_of("cpu")) >= LAYERS | LOSS
-    evaluated = [model.eval()(**batch_of("cpu")) for model in (ours, stock)]
+    assert ops(ours, **make_batch("cpu")) >= LAYERS | LOSS
+    evaluated = [model.eval()(**make_batch("cpu")) for model in (ours, stock)]
     torch.testing.assert_close(evaluated[0].logits, evaluated[1].logits, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(evaluated[0].loss, evaluated[1].loss)
 
@@ -109,7 +109,7 @@ def test_is_undone(llama, model_type):
 
 @types
 @pytest.mark.parametrize("changed", CHANGES)
-@pytest.mark.usefixtures("new_look")
+@pytest.mark.usefixtures("clear_recognition")
 def test_a_class_with_one_change_stays(repository, model_type, changed):
     stock = build(repository(f"{changed}_{model_type}", model_type, dict([CHANGES[changed]])))
     with pytest.warns(UserWarning, match=rf"^{changed}: liger_ext does not know this code") as record:
@@ -118,9 +118,9 @@ def test_a_class_with_one_change_stays(repository, model_type, changed):
         {"LlamaRMSNorm", "LlamaDecoderLayer"} if changed == "LlamaRMSNorm" else {changed}
     )  # the layer's norm is not known
     assert len(record) == 1 and patched_classes(ours) == PATCHED - with_it
-    found, expected = step(ours, batch_of("cpu")), step(stock, batch_of("cpu"))
+    found, expected = step(ours, make_batch("cpu")), step(stock, make_batch("cpu"))
     assert_same(found, expected)
-    unchanged = step(build(repository(f"a-copy_of.{model_type}", model_type)), batch_of("cpu"))
+    unchanged = step(build(repository(f"a-copy_of.{model_type}", model_type)), make_batch("cpu"))
     assert abs(unchanged["loss"] - expected["loss"]) > 1e-3  # the change affects the result
 
 
@@ -137,9 +137,9 @@ def test_names_that_are_swapped_are_followed(repository, model_type):
     stock = build(repository(f"swapped-{model_type}", model_type, swaps))
     ours = patched(stock)
     assert patched_classes(ours) == PATCHED
-    found, expected = step(ours, batch_of("cpu")), step(stock, batch_of("cpu"))
+    found, expected = step(ours, make_batch("cpu")), step(stock, make_batch("cpu"))
     assert_same(found, expected)
-    unchanged = step(build(repository(f"not-swapped.{model_type}", model_type)), batch_of("cpu"))
+    unchanged = step(build(repository(f"not-swapped.{model_type}", model_type)), make_batch("cpu"))
     assert abs(unchanged["loss"] - expected["loss"]) > 1e-3  # the swap affects the result
 
 
@@ -178,7 +178,7 @@ def test_the_auto_class(repository, model_type):
     path = repository(f"auto_{model_type}", model_type)  # a repository that transformers has not imported yet
     model = build(path, AutoLigerKernelForCausalLM)
     assert patched_classes(model) == PATCHED and type(model)._auto_class in (None, "AutoModelForCausalLM")
-    assert_same(step(model, batch_of("cpu")), step(build(path), batch_of("cpu")))
+    assert_same(step(model, make_batch("cpu")), step(build(path), make_batch("cpu")))
 
 
 @types
@@ -189,9 +189,9 @@ def test_copies_and_pickles(llama, model_type, copied):
     apply_liger_kernel_to_instance(model)
     found = copy.deepcopy(model) if copied == "deepcopy" else pickle.loads(pickle.dumps(model, copied))
     assert [type(module) for module in found.modules()] == [type(module) for module in model.modules()]
-    assert_same(step(found, batch_of("cpu")), step(model, batch_of("cpu")))
+    assert_same(step(found, make_batch("cpu")), step(model, make_batch("cpu")))
     with pytest.MonkeyPatch.context() as patch:  # unpickled by a version without this class
-        patch.setattr("liger_ext.models.patches.patch_of", lambda cls: None)
+        patch.setattr("liger_ext.models.patches.find_patch", lambda cls: None)
         assert type(pickle.loads(pickle.dumps(model))) is stock
 
 
@@ -205,7 +205,7 @@ def test_saved_with_its_code(llama, model_type, tmp_path):
     assert {"modeling_x.py", "configuration_x.py"} <= {path.name for path in tmp_path.iterdir()}
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True).train()
     assert not patched_classes(loaded) and type(loaded).__name__ == "LlamaForCausalLM"
-    assert_same(step(model, batch_of("cpu")), step(loaded, batch_of("cpu")))
+    assert_same(step(model, make_batch("cpu")), step(loaded, make_batch("cpu")))
     again = AutoLigerKernelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True, rope=False).train()
     assert patched_classes(again) == PATCHED - {"LlamaAttention"}
 
@@ -217,15 +217,15 @@ def test_gradient_checkpointing(llama, reentrant):
     for model in (stock, ours):
         model.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
         model.enable_input_require_grads()
-    assert_same(step(ours, batch_of("cpu")), step(stock, batch_of("cpu")))
+    assert_same(step(ours, make_batch("cpu")), step(stock, make_batch("cpu")))
 
 
 def test_compiled(llama):
     torch._dynamo.reset()
     ours = patched(llama())
-    expected = step(ours, batch_of("cpu"))
+    expected = step(ours, make_batch("cpu"))
     compiled = torch.compile(lambda m, **b: m(**b), backend="aot_eager", fullgraph=True)
-    assert_same(step(ours, batch_of("cpu"), compiled), expected)
+    assert_same(step(ours, make_batch("cpu"), compiled), expected)
 
 
 def test_generates_the_same(llama):
@@ -245,7 +245,7 @@ def test_a_call_of_its_own_is_called(repository):
     """Recognition does not read __call__, and our patches fuse nothing across it."""
     stock = build(repository("calls", "x", {"class LlamaMLP(nn.Module):\n": CALLS}))
     ours = patched(stock)
-    assert_same(step(ours, batch_of("cpu")), step(stock, batch_of("cpu")))
+    assert_same(step(ours, make_batch("cpu")), step(stock, make_batch("cpu")))
 
 
 STORES = "        attn_output = self.o_proj(attn_output)\n"
@@ -260,7 +260,7 @@ def test_an_attention_that_does_more_with_itself(repository, added):
     stock = build(repository(name, "x", {STORES: added + STORES}))
     ours = patched(stock)
     assert "LlamaAttention" in patched_classes(ours)
-    assert_same(step(ours, batch_of("cpu")), step(stock, batch_of("cpu")))
+    assert_same(step(ours, make_batch("cpu")), step(stock, make_batch("cpu")))
     seen = [getattr(m.model.layers[0].self_attn, "seen", torch.zeros(())) for m in (ours, stock)]
     torch.testing.assert_close(*seen)
 
@@ -285,7 +285,7 @@ def test_a_decorator_of_its_own_is_called(repository):
     with pytest.warns(UserWarning, match=r"LlamaMLP\.forward .* was replaced by doubled"):
         ours = patched(stock)
     assert patched_classes(ours) == PATCHED - {"LlamaMLP"}
-    assert_same(step(ours, batch_of("cpu")), step(stock, batch_of("cpu")))
+    assert_same(step(ours, make_batch("cpu")), step(stock, make_batch("cpu")))
 
 
 DERIVED = """
@@ -312,8 +312,8 @@ def test_derived_from_transformers_own(repository):
     (path / "modeling_x.py").write_text(DERIVED)
     stock = build(path)
     ours = patched(stock)
-    assert_same(step(ours, batch_of("cpu")), step(stock, batch_of("cpu")))
-    assert ops(ours, **batch_of("cpu")) >= LAYERS | LOSS
+    assert_same(step(ours, make_batch("cpu")), step(stock, make_batch("cpu")))
+    assert ops(ours, **make_batch("cpu")) >= LAYERS | LOSS
     assert all(isinstance(layer, DecoderLayer) and isinstance(layer.mlp, MLP) for layer in ours.model.layers)
     layer = pickle.loads(pickle.dumps(ours)).model.layers[0]
     assert [type(m) for m in layer.modules()] == [type(m) for m in ours.model.layers[0].modules()]
@@ -332,7 +332,7 @@ def test_a_copy_of_an_earlier_llama(repository):
     stock = build(repository("earlier", "x", changes))
     ours = patched(stock)
     assert patched_classes(ours) == PATCHED
-    assert_same(step(ours, batch_of("cpu")), step(stock, batch_of("cpu")))
+    assert_same(step(ours, make_batch("cpu")), step(stock, make_batch("cpu")))
 
 
 @pytest.mark.skipif(TRANSFORMERS < (5, 17), reason="older transformers have other code")
@@ -345,7 +345,7 @@ def test_other_families(repository, family):
     ours = patched(stock)
     head = f"{family.capitalize()}ForCausalLM"
     assert patched_classes(ours) >= {head, head.replace("ForCausalLM", "RMSNorm")}
-    assert_same(step(ours, batch_of("cpu")), step(stock, batch_of("cpu")))
+    assert_same(step(ours, make_batch("cpu")), step(stock, make_batch("cpu")))
 
 
 @pytest.mark.parametrize("model_type", [*TYPES, *(f"{name}, unknown" for name in TYPES)])

@@ -49,7 +49,7 @@ class XMLP(nn.Module):
 
 
 @pytest.fixture
-def made(tmp_path, monkeypatch, request):
+def build_pair(tmp_path, monkeypatch, request):
     """Builds a module from a class in a file of `transformers_modules`, and a patched copy."""
     package = types.ModuleType("transformers_modules")
     package.__path__ = [str(tmp_path)]
@@ -97,18 +97,18 @@ def assert_same(stock, ours, *names):
         ("torch.linspace(0.5, 1.5, 32)", "torch.rand(5, 32)"),
     ],
 )
-def test_a_norm_of_other_tensors(made, old, new):
+def test_a_norm_of_other_tensors(build_pair, old, new):
     """No fused norm accepts these tensors: the author's code runs in every step."""
-    stock, ours, patched = made(NORM, old, new)
+    stock, ours, patched = build_pair(NORM, old, new)
     assert patched
     assert_same(stock, ours)
 
 
 @pytest.mark.parametrize("text", [NORM, MLP])
 @pytest.mark.parametrize("name", ["fits", "gate", "known"])
-def test_any_name_of_an_argument(made, text, name):
+def test_any_name_of_an_argument(build_pair, text, name):
     """Also the name of a variable in our `forward`, such as `fits` in the norms."""
-    stock, ours, patched = made(re.sub(r"\bx\b", name, text.replace("self.gate", "self.first")))
+    stock, ours, patched = build_pair(re.sub(r"\bx\b", name, text.replace("self.gate", "self.first")))
     assert patched
     assert_same(stock, ours, name)
 
@@ -118,15 +118,15 @@ def test_any_name_of_an_argument(made, text, name):
     [
         ("self.down", "self._down"),
         ("self.gate", "self._run"),
-        ("self.act", "self.unit_of"),
+        ("self.act", "self.activation_op"),
         ("self.up", "self.UP"),
         ("        self.act =", "        self._run_down = 3\n        self.act ="),
         ("    def forward", "    FACTOR = 'scale'\n\n    def forward"),
         ("    def forward", "    def _down(self, h):\n        return 2 * h\n\n    def forward"),
     ],
 )
-def test_names_that_are_ours(made, old, new):
+def test_names_that_are_ours(build_pair, old, new):
     """A class that defines a name of our mixin stays unpatched."""
-    stock, ours, patched = made(MLP, old, new)
+    stock, ours, patched = build_pair(MLP, old, new)
     assert not patched
     assert_same(stock, ours)

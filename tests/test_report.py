@@ -21,8 +21,8 @@ pytestmark = pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="older transforme
 def without(monkeypatch):
     """Removes a class's entries from the table."""
 
-    def take(made_of):
-        left = tuple(entry for entry in known.entries() if entry.made_of != made_of)
+    def take(example):
+        left = tuple(entry for entry in known.entries() if entry.example != example)
         for module in (known, report):
             monkeypatch.setattr(module, "entries", lambda: left)
         monkeypatch.setattr(known, "by_digest", lambda: {(entry.part, entry.digest): entry for entry in left})
@@ -67,7 +67,7 @@ def test_attributes_of_a_draft(without, path, attributes):
 
 
 @pytest.mark.parametrize(
-    "arguments, code, said",
+    "arguments, code, output",
     [
         (["lama"], 2, "no models/lama"),
         (["llama", ""], 2, "no models/"),
@@ -78,10 +78,10 @@ def test_attributes_of_a_draft(without, path, attributes):
         (["-h"], 0, "usage"),
     ],
 )
-def test_wrong_arguments(capsys, arguments, code, said):
+def test_wrong_arguments(capsys, arguments, code, output):
     assert report.main(arguments) == code
     printed = capsys.readouterr()
-    assert said in (printed.out if code == 0 else printed.out + printed.err)
+    assert output in (printed.out if code == 0 else printed.out + printed.err)
 
 
 def test_from_the_command_line():

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from cases import dtypes_of, normal, seeds
+from cases import device_dtypes, normal, seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,12 +49,12 @@ def test_rope(device, data):
     batch, seq = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 9) | st.sampled_from([130]))
     dim = data.draw(st.sampled_from([2, 4, 6, 8, 10, 16, 20, 64, 80, 96, 128, 130, 256]))
     rotary = data.draw(st.sampled_from(sorted({dim, dim // 2 // 2 * 2 or 2, 2})))
-    dtype, seed = data.draw(st.sampled_from(dtypes_of(device))), data.draw(seeds)
+    dtype, seed = data.draw(st.sampled_from(device_dtypes(device))), data.draw(seeds)
     q, k = (
         heads(batch, data.draw(st.integers(1, most)), seq, dim, dtype, device, seed + most, data.draw(layouts))
         for most in (5, 3)
     )
-    of, table_dtype = data.draw(st.sampled_from([1, batch or 1])), data.draw(st.sampled_from(dtypes_of(device)))
+    of, table_dtype = data.draw(st.sampled_from([1, batch or 1])), data.draw(st.sampled_from(device_dtypes(device)))
     memory, half = data.draw(st.sampled_from(["contiguous", "transposed", "columns"])), data.draw(st.booleans())
     options = {"layout": data.draw(st.sampled_from(LAYOUTS)), "half_tables": half}
     table = tables(of, seq, rotary // 2 if half else rotary, table_dtype, device, seed + 2, memory)

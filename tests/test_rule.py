@@ -5,12 +5,12 @@ import math
 
 import pytest
 import torch
-from cases import LOW, normal, random_targets, rows_of_all_sizes
+from cases import LOW, normal, random_targets, scaled_rows
 
 from liger_ext.ops._checks import accumulator
 from liger_ext.records import RECORDS
 from liger_ext.records import cross_entropy as losses
-from liger_ext.testing import OPS, check, compare, half_ulp, outputs_of
+from liger_ext.testing import OPS, check, compare, half_ulp, named_outputs
 
 BF16 = torch.bfloat16
 
@@ -27,7 +27,7 @@ def worst(op, arguments, run, **kwargs):
 
 
 def rms_inputs(dtype=BF16, rows=64, cols=200):
-    x = rows_of_all_sizes(normal(rows, cols, dtype=dtype), 0)
+    x = scaled_rows(normal(rows, cols, dtype=dtype), 0)
     return {
         "x": x.requires_grad_(),
         "weight": normal(cols, dtype=dtype, seed=1, mean=1, scale=0.2).requires_grad_(),
@@ -101,7 +101,7 @@ def test_one_wrong_element_fails(name, column):
     }[name]()
 
     def wrong(**kwargs):
-        outputs = outputs_of(OPS[name].baseline(**upcast(kwargs)))
+        outputs = named_outputs(OPS[name].baseline(**upcast(kwargs)))
         first = next(iter(outputs))
         outputs = {k: v.to(BF16) for k, v in outputs.items()}
         outputs[first][..., -1, column] *= 1.02

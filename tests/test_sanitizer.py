@@ -9,8 +9,8 @@ import itertools
 
 import pytest
 import torch
-from cases import gradients, leaves_of, losses_of, normal, random_targets
-from gpu_paths import HIDDEN, ROW_OPS, WATCHED, arguments, profile_of_this_machine, wraps
+from cases import differentiable_outputs, gradients, normal, random_targets, tensor_leaves
+from gpu_paths import HIDDEN, ROW_OPS, WATCHED, arguments, machine_profile, wraps
 from ops import EXAMPLES, IDS
 
 from liger_ext import _C
@@ -27,10 +27,10 @@ def test_small(device, example, dtype):
     assert all(g.isfinite().all() for g in gradients(example, example.arguments(device, dtype)))
 
 
-def assert_finite(op, made):
+def assert_finite(op, inputs):
     """Asserts that the gradients of a call are finite."""
-    outputs = losses_of(OPS[op].run(**made))
-    found = torch.autograd.grad([t.float().sum() for t in outputs], leaves_of(made))
+    outputs = differentiable_outputs(OPS[op].run(**inputs))
+    found = torch.autograd.grad([t.float().sum() for t in outputs], tensor_leaves(inputs))
     assert all(g.isfinite().all() for g in found)
 
 
@@ -53,7 +53,7 @@ def test_fused_loss(device, memory):
 @pytest.mark.cuda
 @pytest.mark.parametrize("path", WATCHED, ids=str)
 def test_rings_clusters_and_writes_in_place(path):
-    assert_finite(path.op, path.arguments(path.rows(profile_of_this_machine()), "cuda"))
+    assert_finite(path.op, path.arguments(path.rows(machine_profile()), "cuda"))
 
 
 def watched_kernels(profile):

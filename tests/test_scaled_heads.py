@@ -8,7 +8,7 @@ import peft
 import pytest
 import torch
 from family_models import assert_same, build, patched
-from llama_models import TRANSFORMERS, batch_of, one_thread, step  # noqa: F401
+from llama_models import TRANSFORMERS, make_batch, one_thread, step  # noqa: F401
 from torch import nn
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
@@ -32,11 +32,11 @@ def bias(model):
 
 
 def hook_that_adds(model):
-    model.lm_head.register_forward_hook(lambda head, given, logits: logits + torch.linspace(0, 9, logits.shape[-1]))
+    model.lm_head.register_forward_hook(lambda head, inputs, logits: logits + torch.linspace(0, 9, logits.shape[-1]))
 
 
 def hook_before(model):
-    model.lm_head.register_forward_pre_hook(lambda head, given: (given[0].tanh(),))
+    model.lm_head.register_forward_pre_hook(lambda head, inputs: (inputs[0].tanh(),))
 
 
 def forward_on_the_instance(model):
@@ -44,7 +44,7 @@ def forward_on_the_instance(model):
     model.lm_head.forward = types.MethodType(of_abs, model.lm_head)
 
 
-def module_of_ones_own(model):
+def replace_head(model):
     model.lm_head = Deep(model.lm_head)
 
 
@@ -55,8 +55,8 @@ def adapter_with_a_bias(model):
         next(b for name, b in model.named_parameters() if "lora_B" in name and name.endswith("bias")).normal_()
 
 
-CALLED_BARE = bias, module_of_ones_own, adapter_with_a_bias  # their logits may be computed in chunks
-CHANGES = bias, hook_that_adds, hook_before, forward_on_the_instance, module_of_ones_own, adapter_with_a_bias
+CALLED_BARE = bias, replace_head, adapter_with_a_bias  # their logits may be computed in chunks
+CHANGES = bias, hook_that_adds, hook_before, forward_on_the_instance, replace_head, adapter_with_a_bias
 
 
 @pytest.mark.parametrize("rows", [None, 4], ids=["at once", "in chunks"])
@@ -69,7 +69,7 @@ def test_equals_stock(monkeypatch, family, change, rows):
     torch.manual_seed(1)
     change(model)
     ours = patched(model)
-    assert_same(step(ours, batch_of("cpu")), step(model, batch_of("cpu")))
+    assert_same(step(ours, make_batch("cpu")), step(model, make_batch("cpu")))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -77,9 +77,9 @@ def test_hooks_read_what_the_head_makes(family):
     model, read = build(family).train(), {}
     for name, m in (("stock", model), ("ours", patched(copy.deepcopy(model)))):
         seen = read[name] = {}
-        m.lm_head.register_forward_hook(lambda head, given, logits, seen=seen: seen.update(x=given[0], logits=logits))
+        m.lm_head.register_forward_hook(lambda head, inputs, logits, seen=seen: seen.update(x=inputs[0], logits=logits))
         m.lm_head.register_full_backward_hook(lambda head, dx, dy, seen=seen: seen.update(dx=dx[0], dlogits=dy[0]))
-        step(m, batch_of("cpu"))
+        step(m, make_batch("cpu"))
     for name, value in read["stock"].items():
         torch.testing.assert_close(read["ours"][name], value, rtol=1e-4, atol=1e-4 * float(value.abs().max()))
 

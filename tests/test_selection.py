@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from selection import expected_skips, other_skips, share_of
+from selection import expected_skips, other_skips, select_share
 
 HERE = Path(__file__).parent
 
@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize("parts", [1, 2, 6])
 def test_each_test_is_in_one_share(parts):
     items = list(range(32))
-    shares = [share_of(items, f"{part}/{parts}") for part in range(1, parts + 1)]
+    shares = [select_share(items, f"{part}/{parts}") for part in range(1, parts + 1)]
     assert sorted(item for share in shares for item in share) == items
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
@@ -22,7 +22,7 @@ def test_each_test_is_in_one_share(parts):
 @pytest.mark.parametrize("share", ["0/6", "7/6", "1", "1/0", "a/b", "-1/6"])
 def test_a_share_that_is_none(share):
     with pytest.raises(pytest.UsageError, match="expected I/N with I from 1 to N"):
-        share_of([], share)
+        select_share([], share)
 
 
 TABLE = """

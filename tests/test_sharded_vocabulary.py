@@ -12,7 +12,7 @@ if not torch.distributed.is_available() or not torch.distributed.is_gloo_availab
     pytest.skip("torch without gloo", allow_module_level=True)
 
 from cases import LOW, slow_if
-from processes import errors_of
+from processes import run_errors
 from sharded_cases import CASES
 from test_fused_linear_cross_entropy import CHUNKS, ONE_CHUNK, head, judge_fused
 from test_linear_log_probs import arguments
@@ -23,7 +23,7 @@ from liger_ext import functional as F
 
 @pytest.fixture(scope="module")
 def errors(request, tmp_path_factory):
-    return errors_of(request, "sharded_cases", tmp_path_factory)
+    return run_errors(request, "sharded_cases", tmp_path_factory)
 
 
 @pytest.mark.parametrize("case", [slow_if(processes > 2, case) for case, (processes, _) in CASES.items()])

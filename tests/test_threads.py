@@ -9,7 +9,7 @@ import torch
 from cases import gradients, host_target
 from ops import EXAMPLES, IDS
 
-from liger_ext.testing import outputs_of
+from liger_ext.testing import named_outputs
 
 pytestmark = pytest.mark.skipif(host_target(), reason="the host target checks one call at a time")
 
@@ -24,7 +24,7 @@ def test_calls_at_once(device, example, dtype):
     start = threading.Barrier(threads)
 
     def call():
-        return [*outputs_of(example(arguments)).values(), *gradients(example, arguments)]
+        return [*named_outputs(example(arguments)).values(), *gradients(example, arguments)]
 
     def call_often(_):
         start.wait()

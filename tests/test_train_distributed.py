@@ -49,19 +49,19 @@ def start(processes, *arguments):
     )  # fmt: skip
 
 
-def of_text(material, output):
+def text_arguments(material, output):
     return [material, material / "text.txt", "--output", output, *OPTIONS]
 
 
-def losses(said):
+def losses(printed):
     """{step: loss}; of a repeated step, the last one."""
-    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+)/\d+: loss ([\d.]+)", said)}
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+)/\d+: loss ([\d.]+)", printed)}
 
 
 def finish(process):
-    said = process.communicate(timeout=300)[0]
-    assert process.returncode == 0, said
-    return said
+    printed = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, printed
+    return printed
 
 
 @pytest.fixture(scope="module")
@@ -74,17 +74,17 @@ def script():
 
 def run_here(script, *arguments):
     """Runs it on the CPU in this process, which saves the start of another process."""
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         patch.setattr(sys, "argv", ["train_distributed.py", *map(str, arguments)])
         script.main()
-    return said.getvalue()
+    return printed.getvalue()
 
 
 @pytest.fixture(scope="module")
 def alone(material, script, tmp_path_factory):
     output = tmp_path_factory.mktemp("alone")
-    return losses(run_here(script, *of_text(material, output))), output
+    return losses(run_here(script, *text_arguments(material, output))), output
 
 
 def assert_same_curve(found, expected):
@@ -110,7 +110,7 @@ def test_it_learns_and_saves(material, script, alone):
 
 @pytest.mark.slow
 def test_four_processes_train_as_one(material, alone, tmp_path):
-    assert_same_curve(losses(finish(start(4, *of_text(material, tmp_path)))), alone[0])
+    assert_same_curve(losses(finish(start(4, *text_arguments(material, tmp_path)))), alone[0])
     models = [AutoModelForCausalLM.from_pretrained(output) for output in (alone[1], tmp_path)]
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
@@ -119,10 +119,10 @@ def test_four_processes_train_as_one(material, alone, tmp_path):
 @pytest.mark.slow
 def test_a_process_is_killed(material, alone, tmp_path):
     """torchrun ends the others; one process resumes from the newest checkpoint and ends on the same curve."""
-    process = start(2, *of_text(material, tmp_path))
-    said = ""
+    process = start(2, *text_arguments(material, tmp_path))
+    printed = ""
     for line in process.stdout:
-        said += line
+        printed += line
         if line.startswith("step 5/"):
             break
     workers = [
@@ -134,9 +134,9 @@ def test_a_process_is_killed(material, alone, tmp_path):
         workers[-1].kill()
     process.communicate(timeout=120)
     assert process.returncode != 0
-    rest = finish(start(1, *of_text(material, tmp_path)))
-    assert re.search(r"resumed after step \d*[02468]\n", rest), said + rest
-    assert_same_curve(losses(said + rest), alone[0])
+    rest = finish(start(1, *text_arguments(material, tmp_path)))
+    assert re.search(r"resumed after step \d*[02468]\n", rest), printed + rest
+    assert_same_curve(losses(printed + rest), alone[0])
 
 
 @pytest.mark.slow
@@ -144,10 +144,15 @@ def test_random_weights(script, tmp_path):
     """Random weights, and tokens of Python's standard library, are equal for any number of processes; saves nothing."""
     options = ["random:tiny", "--steps", 5, "--batch", 2, "--seq", 32, "--lr", 1e-3, "--log-every", 2, "--alone", 1]
     options += ["--save-every", 0, "--output", tmp_path / "none"]
-    said = run_here(script, *options), finish(start(2, *options))
-    assert losses(said[0]) == pytest.approx(losses(said[1]), rel=1e-4) and losses(said[0]).keys() == {1, 2, 4, 5}
-    assert losses(said[0])[1] == pytest.approx(math.log(1024), rel=0.05)
-    rates = re.findall(r", ([\d,]+) tokens/s, ([\d,]+) per process \(([\d.]+) of one process alone\)\n", said[1])
+    printed = run_here(script, *options), finish(start(2, *options))
+    assert losses(printed[0]) == pytest.approx(losses(printed[1]), rel=1e-4) and losses(printed[0]).keys() == {
+        1,
+        2,
+        4,
+        5,
+    }
+    assert losses(printed[0])[1] == pytest.approx(math.log(1024), rel=0.05)
+    rates = re.findall(r", ([\d,]+) tokens/s, ([\d,]+) per process \(([\d.]+) of one process alone\)\n", printed[1])
     assert len(rates) == 4
     for rate in rates:
         both, each, share = (float(number.replace(",", "")) for number in rate)
@@ -170,11 +175,11 @@ def test_random_weights(script, tmp_path):
         (["--keep", "0"], "argument --keep: 0 is less than 1"),
         (["random:2b"], "the named shapes are random:tiny"),
     ],
-    ids=lambda given: " ".join(given) if isinstance(given, list) else "",
+    ids=lambda arguments: " ".join(arguments) if isinstance(arguments, list) else "",
 )
 def test_bad_settings(material, script, monkeypatch, capsys, options, words):
-    given = options if options[0].startswith("random") else [material, material / "text.txt", *options]
-    monkeypatch.setattr(sys, "argv", ["train_distributed.py", *map(str, given)])
+    arguments = options if options[0].startswith("random") else [material, material / "text.txt", *options]
+    monkeypatch.setattr(sys, "argv", ["train_distributed.py", *map(str, arguments)])
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit) as raised:
         script.main()

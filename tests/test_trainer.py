@@ -45,7 +45,7 @@ def run(tmp_path, device, monkeypatch):
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     reset = accelerate.state.AcceleratorState._reset_state  # the state, with its autocast, outlives a Trainer
 
-    def run(model, cls=Trainer, resume=None, collate=padded, of_trainer=None, record=True, **options):
+    def run(model, cls=Trainer, resume=None, collate=padded, trainer_options=None, record=True, **options):
         reset(reset_partial_state=True)
         # With Adam's default eps, 1e-8, a parameter with almost no gradient moves by the sign of a rounding error.
         defaults = dict(
@@ -55,7 +55,7 @@ def run(tmp_path, device, monkeypatch):
         )  # fmt: skip
         trainer = cls(
             model, TrainingArguments(**{**defaults, **options}), train_dataset=ROWS, eval_dataset=ROWS,
-            data_collator=collate, **(of_trainer or {}),
+            data_collator=collate, **(trainer_options or {}),
         )  # fmt: skip
         training, evaluation = RecordCalls(), RecordCalls()  # recording calls keeps models from being compiled
         with training if record else contextlib.nullcontext():
@@ -194,7 +194,7 @@ def accuracy(prediction):
 @pytest.mark.parametrize("preprocess", [None, lambda logits, labels: logits.argmax(-1)], ids=["logits", "guesses"])
 def test_metrics(compare, device, preprocess):
     options = dict(compute_metrics=accuracy, preprocess_logits_for_metrics=preprocess)
-    found, _ = compare(learner(device), of_trainer=options, learning_rate=5e-3)
+    found, _ = compare(learner(device), trainer_options=options, learning_rate=5e-3)
     assert found.evaluated["eval_accuracy"] > 0
     assert found.ops >= LOSS
 
@@ -247,7 +247,7 @@ class Guesses(Trainer):
 
 
 def test_metrics_without_logits(compare, device):
-    found, _ = compare(learner(device), cls=Guesses, of_trainer=dict(compute_metrics=accuracy), learning_rate=5e-3)
+    found, _ = compare(learner(device), cls=Guesses, trainer_options=dict(compute_metrics=accuracy), learning_rate=5e-3)
     assert found.evaluated["eval_accuracy"] > 0
     assert found.evaluation_ops >= LOSS
 
@@ -283,26 +283,26 @@ def weighted(outputs, labels, num_items_in_batch=None):
 
 
 def test_loss_of_the_users_own(compare, device):
-    found, _ = compare(build(device=device).train(), of_trainer=dict(compute_loss_func=weighted))
+    found, _ = compare(build(device=device).train(), trainer_options=dict(compute_loss_func=weighted))
     assert not found.ops & LOSS
 
 
 @pytest.mark.parametrize(
-    "options, of_trainer",
+    "options, trainer_options",
     [({}, {}), ({}, dict(compute_metrics=accuracy)), (SMOOTHED, {}), ({}, dict(compute_loss_func=weighted))],
     ids=["loss alone", "metrics", "label smoothing", "loss function"],
 )
-def test_use_liger_kernel(run, device, options, of_trainer):
+def test_use_liger_kernel(run, device, options, trainer_options):
     """Trainer patches the model, and evaluates with `skip_logits=True` if it needs only the loss."""
     model, stock = learner(device), learner(device)
     start = parameters(stock)
     with compat.install():
-        found = run(model, use_liger_kernel=True, of_trainer=of_trainer, learning_rate=5e-3, **options)
-    expected = run(stock, of_trainer=of_trainer, learning_rate=5e-3, **options)
+        found = run(model, use_liger_kernel=True, trainer_options=trainer_options, learning_rate=5e-3, **options)
+    expected = run(stock, trainer_options=trainer_options, learning_rate=5e-3, **options)
     assert_same(found, expected, start)
-    keeps_labels = not options and "compute_loss_func" not in of_trainer
+    keeps_labels = not options and "compute_loss_func" not in trainer_options
     assert (found.ops >= LOSS) is keeps_labels
-    assert (found.evaluation_ops >= LOSS) is (keeps_labels and not of_trainer)
+    assert (found.evaluation_ops >= LOSS) is (keeps_labels and not trainer_options)
 
 
 @pytest.mark.parametrize("second", ["patched", "stock"])

@@ -9,7 +9,7 @@ import test_trainer
 import test_trl
 from llama_models import one_thread  # noqa: F401
 from test_trainer import LOSS, SMOOTHED, accuracy, assert_same, parameters
-from test_trl import of_trl, tokenizer  # noqa: F401
+from test_trl import ignores_trl_warnings, tokenizer  # noqa: F401
 from transformers import DataCollatorWithFlattening
 
 from liger_ext import apply_liger_kernel_to_instance
@@ -70,7 +70,7 @@ def test_metrics(run, device, family):
         return next(part for part in flat(outputs) if part.shape[:2] == labels.shape)
 
     options = dict(compute_metrics=accuracy, preprocess_logits_for_metrics=logits_alone)
-    found, _ = compare(run, build(family, device), of_trainer=options, learning_rate=5e-3)
+    found, _ = compare(run, build(family, device), trainer_options=options, learning_rate=5e-3)
     assert found.evaluated["eval_accuracy"] > 0
 
 
@@ -85,7 +85,7 @@ MODES = "nll", "chunked_nll", "label_smoothing", "packed", "metrics"
 
 
 @pytest.mark.slow
-@of_trl
+@ignores_trl_warnings
 @families
 @pytest.mark.parametrize("mode", MODES)
 def test_sft(run_trl, device, family, mode):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import RecordCalls
-from llama_models import batch_of, build, one_thread, ops  # noqa: F401
+from llama_models import build, make_batch, one_thread, ops  # noqa: F401
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.llama import modeling_llama
@@ -65,7 +65,7 @@ def run(tmp_path, device, monkeypatch, tokenizer):
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     reset = accelerate.state.AcceleratorState._reset_state  # the state, with its autocast, outlives a Trainer
 
-    def run(model, kind=plain, of_trainer=None, **options):
+    def run(model, kind=plain, trainer_options=None, **options):
         reset(reset_partial_state=True)
         torch.manual_seed(7)  # adapters are initialised before a Trainer sets its seed
         data = datasets.Dataset.from_list([kind(text) for text in TEXTS])
@@ -75,7 +75,7 @@ def run(tmp_path, device, monkeypatch, tokenizer):
             learning_rate=2e-3, adam_epsilon=1e-4, logging_steps=1, report_to=[], save_strategy="no",
             disable_tqdm=True, seed=3,
         )  # fmt: skip
-        given = {name: value() if value is adapters else value for name, value in (of_trainer or {}).items()}
+        given = {name: value() if value is adapters else value for name, value in (trainer_options or {}).items()}
         trainer = trl.SFTTrainer(
             model, trl.SFTConfig(**{**defaults, **options}), train_dataset=data, eval_dataset=data,
             processing_class=tokenizer, **given,
@@ -142,8 +142,8 @@ MODES = {
     "dft": dict(loss_type="dft"),
     # TRL passes these to Trainer's code, with logits from a call without labels
     "label_smoothing": dict(label_smoothing_factor=0.1),
-    "loss_function": dict(of_trainer=dict(compute_loss_func=half)),
-    "metrics": dict(of_trainer=dict(compute_metrics=right)),
+    "loss_function": dict(trainer_options=dict(compute_loss_func=half)),
+    "metrics": dict(trainer_options=dict(compute_metrics=right)),
     # which tokens count
     "completion_only": dict(kind=completion),
     "prompt_too": dict(kind=completion, completion_only_loss=False),
@@ -154,13 +154,13 @@ MODES = {
     "padding_free": dict(padding_free=True, max_length=None),
     "checkpointed": dict(gradient_checkpointing=True),
     "bf16": dict(bf16=True),
-    "lora": dict(of_trainer=dict(peft_config=adapters)),
-    "lora_checkpointed": dict(of_trainer=dict(peft_config=adapters), gradient_checkpointing=True),
+    "lora": dict(trainer_options=dict(peft_config=adapters)),
+    "lora_checkpointed": dict(trainer_options=dict(peft_config=adapters), gradient_checkpointing=True),
 }
-of_trl = pytest.mark.filterwarnings("ignore::FutureWarning")
+ignores_trl_warnings = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
-@of_trl
+@ignores_trl_warnings
 @pytest.mark.parametrize("mode", MODES)
 def test_norms_glu_rope_are_ours_and_the_loss_is_trls(run, device, mode):
     stock = build(device=device).train()
@@ -173,10 +173,10 @@ def test_norms_glu_rope_are_ours_and_the_loss_is_trls(run, device, mode):
     assert_same(found, expected, 3e-2 if mode == "bf16" else 1e-4)  # in bf16 each step rounds by 2^-8
     if "lora" not in mode:
         # Outside of TRL, the model computes our loss.
-        assert ops(model.train(), **batch_of(device)) >= LAYERS | {"fused_linear_cross_entropy"}
+        assert ops(model.train(), **make_batch(device)) >= LAYERS | {"fused_linear_cross_entropy"}
 
 
-@of_trl
+@ignores_trl_warnings
 @pytest.mark.parametrize("mode", ["nll", "dft", "label_smoothing", "lora_checkpointed", "assistant_only", "packed"])
 def test_use_liger_kernel(run, device, mode):
     """TRL requests all patches except the fused loss, and patches after it replaced the forward."""
@@ -189,7 +189,7 @@ def test_use_liger_kernel(run, device, mode):
     assert type(model) is modeling_llama.LlamaForCausalLM
 
 
-@of_trl
+@ignores_trl_warnings
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 def test_patched_and_reverted_around_trl(run, device, bf16):
     """TRL's forward follows the model's class, also below accelerate's autocast."""
@@ -200,7 +200,7 @@ def test_patched_and_reverted_around_trl(run, device, bf16):
         warnings.simplefilter("error")
         handle.revert()
         assert type(model) is modeling_llama.LlamaForCausalLM
-        assert not ops(model.train(), **batch_of(device)) and model(**batch_of(device)).logits is not None
+        assert not ops(model.train(), **make_batch(device)) and model(**make_batch(device)).logits is not None
         apply_liger_kernel_to_llama(model=model)
-    assert "logits" not in model(**batch_of(device))
+    assert "logits" not in model(**make_batch(device))
     assert type(model) is llama.LlamaForCausalLM

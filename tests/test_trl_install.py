@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import RecordCalls
 from llama_models import build, one_thread  # noqa: F401
-from test_trl import TEXTS, of_trl, tokenizer, trained  # noqa: F401
+from test_trl import TEXTS, ignores_trl_warnings, tokenizer, trained  # noqa: F401
 
 import liger_ext
 
@@ -32,7 +32,7 @@ def halves(text, other):
     return {"prompt": text[: len(text) // 2], "chosen": text[len(text) // 2 :], "rejected": other[len(other) // 3 :]}
 
 
-def rows_of(kind):
+def dataset_rows(kind):
     others = TEXTS[1:] + TEXTS[:1]
     pairs = [halves(text, other) for text, other in zip(TEXTS, others, strict=True)]
     if kind == "SFT":
@@ -64,7 +64,7 @@ def run(tmp_path, tokenizer):  # noqa: F811
         torch.manual_seed(7)
         model.save_pretrained(tmp_path / "reference")  # trainers load it as their reference
         model.config._name_or_path = str(tmp_path / "reference")
-        data = datasets.Dataset.from_list(rows_of(kind))
+        data = datasets.Dataset.from_list(dataset_rows(kind))
         given = {"reward_funcs": rewards} if kind in ("GRPO", "RLOO") else {}
         given.update({"peft_config": lora()} if peft else {})
         with install() if ours else contextlib.nullcontext(), RecordCalls() as calls:
@@ -92,7 +92,7 @@ TRAINERS = {
 }
 
 
-@of_trl
+@ignores_trl_warnings
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINERS)
 def test_a_trainer(run, device, name):
@@ -209,8 +209,8 @@ def test_the_results_are_trls(device, outputs, autocast, softcap):
 
 
 @pytest.mark.parametrize("frozen", ["nothing", "weight", "both"])
-@pytest.mark.parametrize("of_entropy", [False, True])
-def test_zero_3_gathers_the_head_again(device, monkeypatch, frozen, of_entropy):
+@pytest.mark.parametrize("use_entropy", [False, True])
+def test_zero_3_gathers_the_head_again(device, monkeypatch, frozen, use_entropy):
     """The weight is empty outside of TRL's context manager, inside which the forward runs."""
     torch.manual_seed(0)
     x = torch.randn(30, 16, device=device, requires_grad=True)
@@ -228,7 +228,7 @@ def test_zero_3_gathers_the_head_again(device, monkeypatch, frozen, of_entropy):
 
     def step(function, weight):
         found = function.apply(x, weight, bias, y, 1.0, 32, None, 1.0, ("entropy",))
-        return found[0].sum() + found[1].sum() * of_entropy if of_entropy else found[0].sum()
+        return found[0].sum() + found[1].sum() * use_entropy if use_entropy else found[0].sum()
 
     wanted = [t for t in (x, weight, bias) if t.requires_grad]
     expected = torch.autograd.grad(step(STOCK, weight), wanted)
@@ -239,6 +239,6 @@ def test_zero_3_gathers_the_head_again(device, monkeypatch, frozen, of_entropy):
             total = step(utils._ChunkedLogProbFunction, weight)
         assert weight.numel() == 0
         found = torch.autograd.grad(total, wanted)
-    assert gathered == [[True, False]] * (1 if frozen == "both" and not of_entropy else 2)
+    assert gathered == [[True, False]] * (1 if frozen == "both" and not use_entropy else 2)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)

@@ -95,7 +95,7 @@ def test_what_is_kept_is_read_and_used(file, installed, recwarn):
     assert _tuned.read(file) == ([ENTRY], [])
     file.write_bytes(a_file(tuned=[JSON_ENTRY]))  # the format before rates were added
     _tuned.load()
-    assert not recwarn.list and found(installed[0]) == _C.Knobs(threads=256) and not _tuned.rates_of(H200).measured
+    assert not recwarn.list and found(installed[0]) == _C.Knobs(threads=256) and not _tuned.device_rates(H200).measured
 
 
 def test_what_another_driver_had_is_kept_but_not_used(file, installed):
@@ -103,7 +103,7 @@ def test_what_another_driver_had_is_kept_but_not_used(file, installed):
     keep(old, driver=old.driver, rates=rates)
     _tuned.load()
     assert _tuned.read(file) == ([old], [rates]) and found(installed[0]) == _C.Knobs()
-    assert not _tuned.rates_of(H200).measured
+    assert not _tuned.device_rates(H200).measured
 
 
 def test_measuring_again_replaces_what_was_measured_and_nothing_else(file):
@@ -171,7 +171,7 @@ def test_it_can_be_turned_off(file, installed, monkeypatch):
     keep(ENTRY, rates=RATES)
     monkeypatch.setenv("LIGER_EXT_TUNED", "0")
     _tuned.load()
-    assert installed == [] and not _tuned.rates_of(H200).measured
+    assert installed == [] and not _tuned.device_rates(H200).measured
     monkeypatch.setenv("LIGER_EXT_TUNED", "maybe")
     with pytest.warns(RuntimeWarning, match="LIGER_EXT_TUNED is 'maybe', expected 0"):
         _tuned.load()
@@ -194,14 +194,14 @@ def test_a_library_of_another_build_is_a_warning_at_import(file, installed, monk
 
 
 def test_the_doctor_says_what_is_in_use(file, monkeypatch):
-    said = lambda: dict(doctor.report())["tuned plans"][0]  # noqa: E731
-    assert said().startswith("none in use") and "does not exist" in said()
+    output = lambda: dict(doctor.report())["tuned plans"][0]  # noqa: E731
+    assert output().startswith("none in use") and "does not exist" in output()
     keep(ENTRY)
-    assert "has none for this driver" in said()
+    assert "has none for this driver" in output()
     monkeypatch.setattr(_tuned, "_in_use", _tuned.pack([ENTRY, ENTRY]))
-    assert said() == f"2 in use, from {file}"
+    assert output() == f"2 in use, from {file}"
     monkeypatch.setenv("LIGER_EXT_TUNED", "0")
-    assert "LIGER_EXT_TUNED=0" in said()
+    assert "LIGER_EXT_TUNED=0" in output()
 
 
 # Rates ----------------------------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def test_measured_rates_are_the_fused_losss(file, installed, monkeypatch):
 
 def test_each_rate_is_measured_by_its_own_work(monkeypatch):
     """Every call takes a millisecond; meta tensors take no memory."""
-    monkeypatch.setattr(_timing, "sustained", lambda call: 1e-3 if call() is not None else 0)
+    monkeypatch.setattr(_timing, "sustained_seconds", lambda call: 1e-3 if call() is not None else 0)
     operations, moved = 2 * 8192 * 4096 * 32_768, 2 * 4 * 2**28
     rates = _tuned.Rates("H200", "1", operations / 1e-3, operations / 1e-3, moved / 1e-3 / tune.COPY_REACHES, 1e-3)
     assert tune.measure_rates(H200, "1", device="meta") == rates
@@ -250,7 +250,7 @@ def test_the_doctor_names_the_source_of_rates(profile, file, installed):
 def test_candidates_are_few_and_each_is_another_plan(profile):
     """test_plan_properties.py tests with any knobs that plans are legal."""
     counts = []
-    for case, name, dtype, _ in tune.jobs([tune.case_of(op, profile) for op in tune.OPS], profile, ["bf16"]):
+    for case, name, dtype, _ in tune.jobs([tune.tuned_case(op, profile) for op in tune.OPS], profile, ["bf16"]):
         made = tune.candidates(case, name, profile, tune.DTYPES[dtype])
         plans = [case.tunable(name, profile, tune.DTYPES[dtype])[1], *(launch for _, launch in made)]
         assert len({tune._facts(launch) for launch in plans}) == len(plans)
@@ -281,8 +281,8 @@ def test_a_dry_run_needs_no_gpu():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_what_it_needs(file, capsys):
     assert doctor.main(["tune"]) == 1
-    said = capsys.readouterr().err
-    assert all(words in said for words in ("needs a GPU", "--dry-run", _load.gpu_status())) and not file.exists()
+    output = capsys.readouterr().err
+    assert all(words in output for words in ("needs a GPU", "--dry-run", _load.gpu_status())) and not file.exists()
 
 
 WRONG = {
@@ -304,7 +304,7 @@ def test_wrong_arguments(arguments, capsys):
     assert stopped.value.code == 2 and WRONG[arguments] in capsys.readouterr().err
 
 
-OWN = Timing(10, 9.6, 11)  # the built-in plan's timing
+BUILT_IN = Timing(10, 9.6, 11)  # the built-in plan's timing
 JOB = next(tune.jobs([tune.Case("swiglu", Size(24, 64))], H200, ["bf16"]))
 
 
@@ -321,31 +321,33 @@ def clock(monkeypatch):
 
     monkeypatch.setattr(_C, "pack_knobs", lambda entries: entries[-1][-1] if entries else b"")
     monkeypatch.setattr(_tuned, "install", lambda knobs: setattr(made, "knobs", knobs))
-    monkeypatch.setattr(_timing, "captured", capture)
-    monkeypatch.setattr(_timing, "time_graphs", lambda graphs: {i: made.times(of.knobs) for i, of in graphs.items()})
+    monkeypatch.setattr(_timing, "capture_graph", capture)
+    monkeypatch.setattr(
+        _timing, "time_graphs", lambda graphs: {i: made.times(graph.knobs) for i, graph in graphs.items()}
+    )
     return made
 
 
 @pytest.mark.parametrize("op", tune.OPS)
 def test_the_fastest_plan_wins(op, clock):
-    case = tune.case_of(op, H200, 24, 64)
+    case = tune.tuned_case(op, H200, 24, 64)
     for job in tune.jobs([case], H200, ["bf16"]):
         tried = [knobs for knobs, _ in tune.candidates(case, job[1], H200, torch.bfloat16)]
         fastest, clock.captured = _C.Knobs(**tried[-1]) if tried else None, []
-        clock.times = lambda knobs, fastest=fastest: Timing(9, 8, 9.5) if knobs == fastest else OWN
+        clock.times = lambda knobs, fastest=fastest: Timing(9, 8, 9.5) if knobs == fastest else BUILT_IN
         made = tune.measure(*job, H200, device="cpu")
-        assert not made.failed and made.built_in == OWN
+        assert not made.failed and made.built_in == BUILT_IN
         assert (made.wins, made.knobs) == ((True, tried[-1]) if tried else (False, None))
         assert clock.captured == [(_C.Knobs(), None), *((_C.Knobs(**knobs), "pool") for knobs in tried)]
 
 
 WINS = [Timing(9, 8, 9.5), Timing(9.7, 9.5, 9.55)]
-LOSES = [Timing(9, 8, 9.7), Timing(9.75, 9.5, 9.55), OWN]
+LOSES = [Timing(9, 8, 9.7), Timing(9.75, 9.5, 9.55), BUILT_IN]
 
 
 @pytest.mark.parametrize("best", [*WINS, *LOSES], ids=str)
 def test_a_winner_is_faster_by_more_than_the_spread_and_by_3_percent(best, clock):
-    clock.times = lambda knobs: OWN if knobs == _C.Knobs() else best
+    clock.times = lambda knobs: BUILT_IN if knobs == _C.Knobs() else best
     assert tune.measure(*JOB, H200, device="cpu").wins == (best in WINS)
 
 
@@ -356,12 +358,12 @@ def test_what_does_not_fit_is_said(clock):
 
 @pytest.mark.parametrize("failing", [False, True], ids=["rates", "no rates"])
 def test_the_command_shows_and_keeps_rates_and_winners(failing, file, monkeypatch, capsys):
-    measured = raising(torch.OutOfMemoryError("no room")) if failing else lambda *of: RATES
+    measured = raising(torch.OutOfMemoryError("no room")) if failing else lambda *_: RATES
     here = _devices.Device(0, "H200", "9.0", "PTX", 2**36, 2**35, H200)
     monkeypatch.setattr(_devices, "devices", lambda: [here])
     monkeypatch.setattr(_devices, "driver", lambda: ENTRY.driver)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    monkeypatch.setattr(_timing, "on_a_stream_of_its_own", contextlib.nullcontext)
+    monkeypatch.setattr(_timing, "side_stream", contextlib.nullcontext)
     monkeypatch.setattr(tune, "measure_rates", measured)
     norms, knobs = (
         [("rms_norm", "8192x4096", "bf16", CALL), ("rms_norm_backward", "8x4", "bf16", CALL)],
@@ -375,25 +377,25 @@ def test_the_command_shows_and_keeps_rates_and_winners(failing, file, monkeypatc
     monkeypatch.setattr(tune, "measure", lambda *job: made.pop(0))
     assert doctor.main(["tune", "--ops", "rms_norm", "rope", "--shapes", "1x64"]) == int(failing)
     assert _tuned.read(file) == ([replace(ENTRY, built_in_us=40.0, tuned_us=32.0)], [] if failing else [RATES])
-    said = capsys.readouterr().out
-    assert said.splitlines()[2:5] == [
+    output = capsys.readouterr().out
+    assert output.splitlines()[2:5] == [
         "| rms_norm | 8192x4096 | bf16 | 40.0 | 32.0 | 1.250 | threads 256 |",
         "| rms_norm_backward | 8x4 | bf16 | 50.0 | 49.0 | 1.020 | none |",
         "| softmax | 1x1 | bf16 | OutOfMemoryError: no | | | |",
     ]
-    assert "another plan won 1 times; 1 could not be measured" in said
-    assert ("could not be measured: OutOfMemoryError: no room" if failing else "Rates: matmuls 700 Tflop/s") in said
+    assert "another plan won 1 times; 1 could not be measured" in output
+    assert ("could not be measured: OutOfMemoryError: no room" if failing else "Rates: matmuls 700 Tflop/s") in output
 
 
 @pytest.mark.cuda
 def test_tuning_on_this_gpu(file, capsys):
     """A winner is in use in the next process, and only there."""
-    before = _tuned.in_use()
+    before = _tuned.installed_count()
     assert doctor.main(["tune", "--shapes", "2048x4096", "--ops", "rms_norm", "softmax", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [r["op"] for r in found["results"]] == ["rms_norm", "rms_norm_backward", "softmax", "softmax_backward"]
     assert all(r["built_in"]["median"] > 0 and r["best"]["median"] > 0 and not r["failed"] for r in found["results"])
     kept, (rates,) = _tuned.read(file)
-    assert len(kept) == sum(r["wins"] for r in found["results"]) and _tuned.in_use() == before
+    assert len(kept) == sum(r["wins"] for r in found["results"]) and _tuned.installed_count() == before
     assert found["rates"] == vars(rates)
-    assert int(python("-c", "from liger_ext import _tuned; print(_tuned.in_use())")) == len(kept)
+    assert int(python("-c", "from liger_ext import _tuned; print(_tuned.installed_count())")) == len(kept)

@@ -55,13 +55,13 @@ def public_functions() -> Iterator[tuple[str, Callable]]:
         for name in names:
             value, shown = getattr(module, name), f"{module.__name__}.{name}"
             if isinstance(value, type):
-                for method, found in methods_of(value).items():
+                for method, found in public_methods(value).items():
                     yield f"{shown}.{method}", found
             elif callable(value):
                 yield shown, value
 
 
-def methods_of(cls: type) -> dict[str, Callable]:
+def public_methods(cls: type) -> dict[str, Callable]:
     own = [base for base in cls.__mro__ if base.__module__.startswith("liger_ext.")]
     members = {name: value for base in reversed(own) for name, value in vars(base).items()}
     functions = {name: getattr(value, "__func__", getattr(value, "fget", value)) for name, value in members.items()}

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from cases import dtypes_of, normal
+from cases import device_dtypes, normal
 from test_fused_linear_cross_entropy import head
 
 from liger_ext import functional as F
@@ -17,7 +17,7 @@ def test_chunks_of_the_vocabulary(device):
     """The loss processes classes chunk by chunk, with any options; among equal largest logits in two chunks, the
     prediction is the first."""
     rng = random.Random(0)
-    for dtype in dtypes_of(device):
+    for dtype in device_dtypes(device):
         for seed, vocab in enumerate((1025, 2048, 3001, 5000)):
             made = head(rows=130, hidden=8, vocab=vocab, dtype=dtype, device=device, bias=seed % 2 == 0)
             options = {

@@ -9,11 +9,11 @@ import torch
 from llama_models import (  # noqa: F401
     LEVELS,
     assert_as_good,
-    batch_of,
     build,
     config,
     exact,
     frozen,
+    make_batch,
     one_thread,
     ops,
     patched,
@@ -30,7 +30,7 @@ first = pytest.mark.parametrize("patch_first", [True, False], ids=["patch first"
 tied = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 
 
-def made(patch_first, change, **options) -> nn.Module:
+def build_patched(patch_first, change, **options) -> nn.Module:
     """A model that is patched before or after `change`, which may return another model."""
     model = build(**options)
     if patch_first:
@@ -81,13 +81,13 @@ def test_made_on_the_meta_device(device, empty, assigned, patch_first):
         setattr(model.get_submodule(parent), name, buffers[path].clone())
     if not patch_first:
         apply_liger_kernel_to_llama(model=model)
-    assert_trains_as(stock, model, batch_of(device))
+    assert_trains_as(stock, model, make_batch(device))
 
 
 def test_a_step_without_memory():
     """On the meta device, as in tools that estimate the memory of a step."""
     model = patched(build(tie_word_embeddings=False)).to("meta").train()
-    batch = {name: t.to("meta") for name, t in batch_of("cpu").items()}
+    batch = {name: t.to("meta") for name, t in make_batch("cpu").items()}
     model(**batch).loss.backward()
     assert all(p.grad.shape == p.shape and p.grad.is_meta for p in model.parameters())
 
@@ -113,10 +113,10 @@ def dispatch(model, device, folder):
 def test_offloaded(device, tmp_path, offload, trains, patch_first):
     """accelerate loads weights when a module is called: code that reads them without a call reads no values."""
     stock = build(device=device, tie_word_embeddings=False).train(trains)
-    model = made(patch_first, lambda m: offload(m.train(trains), device, tmp_path), tie_word_embeddings=False)
+    model = build_patched(patch_first, lambda m: offload(m.train(trains), device, tmp_path), tie_word_embeddings=False)
     assert model.lm_head.weight.is_meta
     with torch.no_grad():
-        expected, found = stock(**batch_of(device)), model(**batch_of(device))
+        expected, found = stock(**make_batch(device)), model(**make_batch(device))
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=0)
     assert ("logits" in found) is not trains
     if not trains:
@@ -132,9 +132,9 @@ def test_two_gpus(tied, patch_first):
     places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0, "model.layers.1": 1}
     places.update({"model.norm": 1, "lm_head": 0 if tied else 1})
     stock = build(device="cuda", tie_word_embeddings=tied).train()
-    model = made(patch_first, lambda m: accelerate.dispatch_model(m, places), tie_word_embeddings=tied)
+    model = build_patched(patch_first, lambda m: accelerate.dispatch_model(m, places), tie_word_embeddings=tied)
     assert model.model.layers[1].mlp.up_proj.weight.device.index == 1
-    assert_close(step(model.train(), batch_of("cuda")), step(stock, batch_of("cuda")))
+    assert_close(step(model.train(), make_batch("cuda")), step(stock, make_batch("cuda")))
 
 
 def averaged(model):
@@ -161,17 +161,17 @@ COPIES = [averaged, copy.deepcopy, through_a_state, through_a_file]
 
 
 @tied
-@pytest.mark.parametrize("made_of", COPIES, ids=["EMA", "deepcopy", "state", "file"])
-def test_copies(device, made_of, tied):
+@pytest.mark.parametrize("copy_model", COPIES, ids=["EMA", "deepcopy", "state", "file"])
+def test_copies(device, copy_model, tied):
     """A copy trains like the stock model, and changes to the original do not affect it."""
     stock = build(device=device, tie_word_embeddings=tied).train()
     model = patched(stock)
-    copied = made_of(model).to(device)
+    copied = copy_model(model).to(device)
     assert (copied.lm_head.weight is copied.model.embed_tokens.weight) is tied
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)
-    assert_trains_as(stock, copied, batch_of(device))
+    assert_trains_as(stock, copied, make_batch(device))
 
 
 def test_average_of_two_models(device):
@@ -182,16 +182,16 @@ def test_average_of_two_models(device):
         average.update_parameters(model)
         average.update_parameters(other)
         averages.append(average)
-    losses = [average(**batch_of(device)).loss for average in averages]
+    losses = [average(**make_batch(device)).loss for average in averages]
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
-    assert ops(averages[1], **batch_of(device)) == OURS
-    assert abs(losses[1] - stock(**batch_of(device)).loss) > 1e-3
+    assert ops(averages[1], **make_batch(device)) == OURS
+    assert abs(losses[1] - stock(**make_batch(device)).loss) > 1e-3
 
 
-def of_queue(queue, results):
+def run_from_queue(queue, results):
     torch.set_num_threads(1)
     model = queue.get()
-    loss = model(**batch_of("cpu")).loss
+    loss = model(**make_batch("cpu")).loss
     loss.backward()
     results.put(
         (loss.item(), model.lm_head.weight.grad.norm().item(), type(model).__module__, model.lm_head.weight.is_shared())
@@ -204,13 +204,13 @@ def test_sent_to_another_process():
     context = torch.multiprocessing.get_context("spawn")
     queue, results = context.Queue(), context.Queue()
     model = patched(build(tie_word_embeddings=False).train()).share_memory()  # torch would send tied weights twice
-    process = context.Process(target=of_queue, args=(queue, results))
+    process = context.Process(target=run_from_queue, args=(queue, results))
     process.start()
     queue.put(model)
     loss, norm, module, shared = results.get(timeout=100)
     queue.put(None)
     process.join()
-    expected = step(model, batch_of("cpu"))
+    expected = step(model, make_batch("cpu"))
     assert module == "liger_ext.models.llama" and shared and loss == pytest.approx(expected["loss"].item())
     assert norm == pytest.approx(expected["lm_head.weight"].norm().item(), rel=1e-5)
 
@@ -229,14 +229,14 @@ def test_cast_after_the_patch(device, cast):
     model = cast(patched(stock))
     if cast is CASTS["float64"] and device.type == "cuda":
         with pytest.raises(ValueError, match="float64 works on the CPU only"):
-            model(**batch_of(device))
+            model(**make_batch(device))
         return
     stock = cast(stock)
-    expected, found = step(stock, batch_of(device)), step(model, batch_of(device))
+    expected, found = step(stock, make_batch(device)), step(model, make_batch(device))
     if cast is CASTS["float64"]:
         assert expected["loss"].dtype == torch.float32  # transformers rounds the logits
         found["loss"] = found["loss"].float()
-    assert_as_good(found, expected, step(exact(stock), batch_of(device)))
+    assert_as_good(found, expected, step(exact(stock), make_batch(device)))
 
 
 @pytest.mark.parametrize("memory", LEVELS)
@@ -247,8 +247,8 @@ def test_what_trains_changes_between_steps(device, memory):
         for each in (stock, model):
             each.requires_grad_(True)
             frozen(each, *names)
-        reference = step(exact(stock), batch_of(device))
-        assert_as_good(step(model, batch_of(device)), step(stock, batch_of(device)), reference)
+        reference = step(exact(stock), make_batch(device))
+        assert_as_good(step(model, make_batch(device)), step(stock, make_batch(device)), reference)
 
 
 def test_functional_call(device):
@@ -258,13 +258,13 @@ def test_functional_call(device):
     results = []
     for each in (stock, model):
         weights = {n: (p.detach() * 0.7).requires_grad_() for n, p in each.named_parameters()}
-        loss = torch.func.functional_call(each, weights, kwargs=batch_of(device))["loss"]
+        loss = torch.func.functional_call(each, weights, kwargs=make_batch(device))["loss"]
         loss.backward()
         results.append({"loss": loss.detach(), **{n: w.grad for n, w in weights.items()}})
     assert results[1].keys() == results[0].keys()
     assert_close(results[1], results[0])
     assert all(p.grad is None for p in model.parameters())
-    assert (model(**batch_of(device)).loss - results[1]["loss"]).abs() > 1e-3
+    assert (model(**make_batch(device)).loss - results[1]["loss"]).abs() > 1e-3
 
 
 REWRITES = {
@@ -288,7 +288,7 @@ def test_weights_that_are_computed(device, rewrite, where, patch_first):
             if path.endswith(where):
                 rewrite(module)
 
-    models = [build(tie_word_embeddings=False), made(patch_first, change, tie_word_embeddings=False)]
+    models = [build(tie_word_embeddings=False), build_patched(patch_first, change, tie_word_embeddings=False)]
     change(models[0])
     stock, model = (m.to(device) for m in models)
     for each in (stock, model):
@@ -297,7 +297,7 @@ def test_weights_that_are_computed(device, rewrite, where, patch_first):
             if path.endswith(where) and "spectral" in str(module):
                 module.eval()  # its power iteration writes buffers
     for _ in range(2):
-        expected, found = step(stock, batch_of(device)), step(model, batch_of(device))
+        expected, found = step(stock, make_batch(device)), step(model, make_batch(device))
         assert expected.keys() - found.keys() == {"logits"}
         assert_close(found, expected, rtol=1e-3, atol=2e-5)
         assert any(where in name for name in found)

@@ -102,7 +102,7 @@ def source(tmp_path_factory) -> Path:
     return copy
 
 
-def of_make_build(source: Path) -> dict[str, str]:
+def built_files(source: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in source.glob("liger_ext/**/*.so")}
 
 
@@ -111,9 +111,9 @@ def wheel(source, tmp_path_factory) -> Path:
     """The wheel under test: the one in LIGER_EXT_WHEEL, or one built here without a GPU library."""
     if named := os.environ.get("LIGER_EXT_WHEEL"):
         return Path(named)
-    before = of_make_build(source)
+    before = built_files(source)
     made = a_wheel(source, tmp_path_factory.mktemp("wheel"))
-    assert of_make_build(source) == before, "pip's build has overwritten the files of make build"
+    assert built_files(source) == before, "pip's build has overwritten the files of make build"
     return made
 
 

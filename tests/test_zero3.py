@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 DEEPSPEEDS = "deepspeed.runtime.zero.parameter_offload"  # DeepSpeed's module that defines its hooks
 
 
-def of_deepspeed(hook):
+def deepspeed_hook(hook):
     hook.__module__ = DEEPSPEEDS
     return hook
 
@@ -49,7 +49,7 @@ class Parameters(dict):
         parameter = super().__getitem__(name)
         if parameter is not None and not parameter.numel() and self.zero.running:
             self.zero.running[-1].append(parameter)
-            self.zero.read_by_others.add(self.zero.names[parameter])
+            self.zero.foreign_reads.add(self.zero.names[parameter])
             self.zero.gather([parameter])
         return parameter
 
@@ -57,7 +57,7 @@ class Parameters(dict):
 class ZeRO3:
     def __init__(self, model):
         self.model, self.gradients, self.gathered = model, {}, collections.defaultdict(list)
-        self.running, self.read_by_others = [], set()  # parameters that each running call must release at its end
+        self.running, self.foreign_reads = [], set()  # parameters that each running call must release at its end
         self.names = {p: name for name, p in model.named_parameters()}
         self.full = {p: p.data for p in self.names}
         for i, p in enumerate(self.names):
@@ -90,10 +90,10 @@ class ZeRO3:
 
         class AfterBackward(torch.autograd.Function):
             @staticmethod
-            def forward(ctx, given):
+            def forward(ctx, value):
                 nonlocal waiting
-                waiting += given.requires_grad
-                return given.detach()
+                waiting += value.requires_grad
+                return value.detach()
 
             @staticmethod
             def backward(ctx, gradient):
@@ -103,20 +103,20 @@ class ZeRO3:
                     self.release(own)
                 return gradient
 
-        @of_deepspeed
+        @deepspeed_hook
         def before(module, inputs):
             self.running.append(list(own))
             self.gather(own)
 
-        @of_deepspeed
+        @deepspeed_hook
         def behind(module, inputs, output):
             self.release(self.running.pop())
 
-        @of_deepspeed
+        @deepspeed_hook
         def mark_outputs(module, inputs, output):
             return map_tensors(BeforeBackward.apply, output)
 
-        @of_deepspeed
+        @deepspeed_hook
         def mark_inputs(module, inputs):
             nonlocal waiting
             waiting = 0
@@ -160,7 +160,7 @@ class ZeRO3:
         return found, between, self.alive()
 
 
-class LinearOfZeRO3(torch.autograd.Function):
+class ZeRO3Linear(torch.autograd.Function):
     """DeepSpeed's linear function, which saves the parameter, so that the backward reads its current data."""
 
     @staticmethod
@@ -176,11 +176,11 @@ class LinearOfZeRO3(torch.autograd.Function):
         return dout @ weight, rows.t() @ x.flatten(0, -2), rows.sum(0) if ctx.has_bias else None
 
 
-def linear_of_zero3(module="deepspeed.runtime.zero.linear"):
+def zero3_linear(module="deepspeed.runtime.zero.linear"):
     def linear(x, weight, bias=None):
-        return LinearOfZeRO3.apply(x, weight, bias)
+        return ZeRO3Linear.apply(x, weight, bias)
 
-    names = {"__name__": module, "LinearOfZeRO3": LinearOfZeRO3}
+    names = {"__name__": module, "ZeRO3Linear": ZeRO3Linear}
     return types.FunctionType(linear.__code__, names, argdefs=linear.__defaults__)
 
 
@@ -188,10 +188,10 @@ def linear_of_zero3(module="deepspeed.runtime.zero.linear"):
 def linear(request, monkeypatch):
     """`zero.Init` replaces torch's linear function by its own, permanently."""
     if request.param:
-        monkeypatch.setattr(nn.functional, "linear", linear_of_zero3())
+        monkeypatch.setattr(nn.functional, "linear", zero3_linear())
 
 
-def batch_of():
+def make_batch():
     ids = tokens(2, 9)
     labels = ids.clone()
     labels[0, :3] = -100
@@ -200,7 +200,7 @@ def batch_of():
 
 def plain_step(model):
     model = copy.deepcopy(model)
-    loss = model(**batch_of()).loss
+    loss = model(**make_batch()).loss
     loss.backward()
     return {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
 
@@ -211,14 +211,14 @@ def compare(stock, prepare=lambda model: None, **options):
     model = family_models.patched(stock, **options)
     theirs, ours = ZeRO3(copy.deepcopy(stock)), ZeRO3(model)
     for _ in range(2):
-        (found, *alive), (of_stock, *alive_of_stock) = ours.step(**batch_of()), theirs.step(**batch_of())
+        (found, *alive), (of_stock, *alive_of_stock) = ours.step(**make_batch()), theirs.step(**make_batch())
         assert_same(of_stock, expected)
         assert_same(found, expected)
         for now, stocks in zip(alive, alive_of_stock, strict=True):
             assert now <= stocks
-        assert ours.read_by_others <= theirs.read_by_others
+        assert ours.foreign_reads <= theirs.foreign_reads
     with RecordCalls() as record:
-        ours.step(**batch_of())
+        ours.step(**make_batch())
     assert set(record.names) >= {"rms_norm", "rope", "fused_linear_cross_entropy"}
 
 
@@ -274,7 +274,7 @@ class ZeRO2:
         p.grad = None
 
     def step(self):
-        loss = self.model(**batch_of()).loss
+        loss = self.model(**make_batch()).loss
         loss.backward()
         if not self.takes_gradients:
             self.gradient = torch.cat([p.grad.flatten() for p in self.trained])
@@ -308,7 +308,7 @@ def test_stages_1_and_2(takes_gradients, memory, adapted):
 
 def test_another_linear_of_all_is_obeyed(monkeypatch):
     """A function from an unknown library must be called, because it may compute another result."""
-    monkeypatch.setattr(nn.functional, "linear", linear_of_zero3("deepspeed.elsewhere"))
+    monkeypatch.setattr(nn.functional, "linear", zero3_linear("deepspeed.elsewhere"))
     with RecordCalls() as record:
-        family_models.patched(build(**SMALL).train())(**batch_of())
+        family_models.patched(build(**SMALL).train())(**make_batch())
     assert "fused_linear_cross_entropy" not in record.names

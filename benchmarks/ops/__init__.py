@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from benchmarks.installed import Peer, functions_of
+from benchmarks.installed import Peer, installed_functions
 from liger_ext import functional
 from liger_ext.records import RECORDS
 
@@ -25,4 +25,4 @@ if _missing := {name for name, record in RECORDS.items() if record.timed} - EAGE
 def functions(op: str, options: Mapping[str, Any] | None = None, with_peers: bool = True) -> dict[str, Callable]:
     """Functions by provider; "torch" is the composition."""
     ours, plain = (partial(f, **options or {}) for f in (getattr(functional, op), EAGER[op]))
-    return {"liger_ext": ours, **functions_of(PEERS.get(op, {}) if with_peers else {}), "torch": plain}
+    return {"liger_ext": ours, **installed_functions(PEERS.get(op, {}) if with_peers else {}), "torch": plain}

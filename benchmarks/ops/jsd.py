@@ -17,8 +17,8 @@ def jsd(log_q, log_p, labels, beta=0.5):
         columns = F.kl_div(log_q, log_p, reduction="none", log_target=True)
     else:
         log_m = torch.logsumexp(torch.stack([log_q + math.log1p(-beta), log_p + math.log(beta)]), 0)
-        of_p = F.kl_div(log_m, log_p, reduction="none", log_target=True)
-        columns = beta * of_p + (1 - beta) * F.kl_div(log_m, log_q, reduction="none", log_target=True)
+        p_terms = F.kl_div(log_m, log_p, reduction="none", log_target=True)
+        columns = beta * p_terms + (1 - beta) * F.kl_div(log_m, log_q, reduction="none", log_target=True)
     counted = labels != -100
     return (columns.sum(-1) * counted).sum() / counted.sum()
 

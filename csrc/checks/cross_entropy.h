@@ -16,7 +16,8 @@ inline void check_loss_options(const char* op, int64_t reduction, double label_s
 inline void check_labels(const char* op, const Tensor& labels, const char* name, const Size& rows, const Tensor& like,
                          const char* like_name) {
   check_device(op, labels, name, like, like_name);
-  require(type_of(labels) == ScalarType::Long, op, ": ", name, " has dtype ", dtype_name(type_of(labels)), ", expected torch.int64");
+  require(tensor_type(labels) == ScalarType::Long, op, ": ", name, " has dtype ", dtype_name(tensor_type(labels)),
+          ", expected torch.int64");
   check_shape(op, labels, name, {rows});
 }
 
@@ -26,8 +27,8 @@ inline void check_targets(const char* op, const Tensor& target, const OptionalTe
   if (!weight) return;
   check_device(op, *weight, weight_name, like, like_name);
   check_shape(op, *weight, weight_name, {vocab});
-  require(type_of(*weight) == scalar_type(accumulator), op, ": ", weight_name, " has dtype ", dtype_name(type_of(*weight)), ", expected ",
-          dtype_name(scalar_type(accumulator)));
+  require(tensor_type(*weight) == scalar_type(accumulator), op, ": ", weight_name, " has dtype ", dtype_name(tensor_type(*weight)),
+          ", expected ", dtype_name(scalar_type(accumulator)));
 }
 
 inline void check_loss_gradient(const char* op, const Tensor& dloss, int64_t reduction, const Size& rows, const Tensor& like,
@@ -46,9 +47,9 @@ inline Dtype check_classes(const char* op, const Tensor& t, const char* name) {
 }
 
 inline Dtype check_logits(const char* op, const Tensor& logits, const Tensor& target, const OptionalTensor& weight) {
-  const Dtype made = accumulator(check_classes(op, logits, "logits"));
-  check_targets(op, target, weight, "weight", logits.size(0), logits.size(1), made, logits, "logits");
-  return made;
+  const Dtype accumulator_dtype = accumulator(check_classes(op, logits, "logits"));
+  check_targets(op, target, weight, "weight", logits.size(0), logits.size(1), accumulator_dtype, logits, "logits");
+  return accumulator_dtype;
 }
 
 inline void check_cross_entropy(const Tensor& logits, const Tensor& target, const OptionalTensor& weight, int64_t ignore_index,
@@ -64,10 +65,10 @@ inline void check_cross_entropy_backward(const Tensor& dloss, const Tensor& logi
                                          double label_smoothing, double lse_square_scale, const std::optional<double>& softcap) {
   const char* op = "cross_entropy_backward";
   check_loss_options(op, reduction, label_smoothing, softcap);
-  const Dtype made = check_logits(op, logits, target, weight);
+  const Dtype accumulator_dtype = check_logits(op, logits, target, weight);
   check_loss_gradient(op, dloss, reduction, logits.size(0), logits, "logits");
-  check_made(op, lse, "lse", {2, logits.size(0)}, made, logits, "logits");
-  check_made(op, counts, "counts", {CrossEntropyCounts::slots}, made, logits, "logits");
+  check_forward_result(op, lse, "lse", {2, logits.size(0)}, accumulator_dtype, logits, "logits");
+  check_forward_result(op, counts, "counts", {CrossEntropyCounts::slots}, accumulator_dtype, logits, "logits");
 }
 
 }  // namespace liger::LIGER_BACKEND

@@ -27,7 +27,7 @@ struct FusedLoss {
   bool wants_moments() const { return return_entropy || return_mean_logits || return_log_sum_sq; }
 };
 
-// For each op, the members in the order of its schema (Named).
+// For each op, the members in the order of its schema (NamedArguments).
 struct ForwardOrder {
   using F = FusedLoss;
   static constexpr std::tuple fields{&F::x,
@@ -81,8 +81,8 @@ struct BackwardInPlaceOrder {
 inline void check_tokens(const char* op, const FusedLoss& a, Dtype accumulator) {
   require(a.logit_scale > 0 && a.logit_scale < 1e18, op, ": logit_scale is ", a.logit_scale, ", expected a number above 0, below 1e18");
   const Size rows = a.x.size(0);
-  if (a.temperature) check_made(op, *a.temperature, "temperature", {rows}, accumulator, a.x, "x");
-  if (a.mix) check_made(op, *a.mix, "mix", {rows, Size(4)}, accumulator, a.x, "x");
+  if (a.temperature) check_forward_result(op, *a.temperature, "temperature", {rows}, accumulator, a.x, "x");
+  if (a.mix) check_forward_result(op, *a.mix, "mix", {rows, Size(4)}, accumulator, a.x, "x");
   const bool wanted = a.temperature || a.mix || a.logit_scale != 1 || a.wants_moments();
   const bool plain = a.label_smoothing == 0 && a.lse_square_scale == 0 && !a.use_token_scaling && !a.ce_weight;
   require(!wanted || (Reduction(a.reduction) == Reduction::none && plain), op,
@@ -108,7 +108,7 @@ inline void check_fused_linear_cross_entropy(const FusedLoss& a) {
   const HeadDtypes dtypes = check_fused_loss(op, a);
   if (!a.normalizer) return;
   check_device(op, *a.normalizer, "normalizer", a.x, "x");
-  require(a.normalizer->numel() == 1 && type_of(*a.normalizer) == scalar_type(dtypes.acc), op,
+  require(a.normalizer->numel() == 1 && tensor_type(*a.normalizer) == scalar_type(dtypes.acc), op,
           ": normalizer has another size or dtype, expected one number of dtype ", dtype_name(scalar_type(dtypes.acc)));
 }
 
@@ -116,10 +116,10 @@ inline void check_fused_loss_gradients(const char* op, const FusedLoss& a) {
   const HeadDtypes dtypes = check_fused_loss(op, a);
   check_loss_gradient(op, a.dloss, a.reduction, a.x.size(0), a.x, "x");
   const Size rows = a.x.size(0), vocab = a.weight.size(0), stored = a.chunk_classes < vocab ? a.chunk_classes : vocab;
-  check_made(op, a.counts, "counts",
-             {Size(int64_t(CrossEntropyCounts::slots)) +
-              (keeps_lse(a, stored, vocab) ? launch::kept_for_gradients(rows, a.use_token_scaling) : Size(0))},
-             dtypes.acc, a.x, "x");
+  check_forward_result(op, a.counts, "counts",
+                       {Size(int64_t(CrossEntropyCounts::slots)) +
+                        (keeps_lse(a, stored, vocab) ? launch::gradient_state_size(rows, a.use_token_scaling) : Size(0))},
+                       dtypes.acc, a.x, "x");
   check_gradient_sums(op, a.x, a.weight, dtypes, a.gradients, stored, a.saved, a.dx, a.dweight, a.dbias, a.need_dx, a.need_dweight,
                       a.wants_dbias());
 }

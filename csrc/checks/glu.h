@@ -9,7 +9,7 @@ inline void check_activation(const char* op, int64_t code) {
 }
 
 // Returns the op's name in Python.
-inline const char* called(int64_t activation, const char* swiglu, const char* geglu) { return activation == 0 ? swiglu : geglu; }
+inline const char* python_name(int64_t activation, const char* swiglu, const char* geglu) { return activation == 0 ? swiglu : geglu; }
 
 inline void check_gate_and_up(const char* op, const Tensor& gate, const Tensor& up, int64_t activation) {
   check_rows(op, gate, "gate");
@@ -18,7 +18,7 @@ inline void check_gate_and_up(const char* op, const Tensor& gate, const Tensor& 
 }
 
 inline void check_glu(const Tensor& gate, const Tensor& up, int64_t activation, double gate_multiplier, double down_multiplier) {
-  check_gate_and_up(called(activation, "swiglu", "geglu"), gate, up, activation);
+  check_gate_and_up(python_name(activation, "swiglu", "geglu"), gate, up, activation);
 }
 
 inline void check_glu_backward(const Tensor& dh, const Tensor& gate, const Tensor& up, int64_t activation, double gate_multiplier,
@@ -37,12 +37,12 @@ inline void check_glu_backward_with_h(const Tensor& dh, const Tensor& gate, cons
 
 inline void check_halves(const char* op, const Tensor& gate_up, int64_t activation) {
   check_rows(op, gate_up, "gate_up");
-  require(cols_of(gate_up) % 2 == 0, op, ": gate_up has ", cols_of(gate_up), " columns, expected an even number (gate, then up)");
+  require(column_count(gate_up) % 2 == 0, op, ": gate_up has ", column_count(gate_up), " columns, expected an even number (gate, then up)");
   check_activation(op, activation);
 }
 
 inline void check_glu_packed(const Tensor& gate_up, int64_t activation, double gate_multiplier, double down_multiplier) {
-  check_halves(called(activation, "swiglu_packed", "geglu_packed"), gate_up, activation);
+  check_halves(python_name(activation, "swiglu_packed", "geglu_packed"), gate_up, activation);
 }
 
 inline void check_glu_packed_backward(const Tensor& dh, const Tensor& gate_up, int64_t activation, double gate_multiplier,
@@ -50,8 +50,8 @@ inline void check_glu_packed_backward(const Tensor& dh, const Tensor& gate_up, i
   const char* op = "glu_packed_backward";
   check_halves(op, gate_up, activation);
   check_device(op, dh, "dh", gate_up, "gate_up");
-  require(dh.dim() >= 1 && rows_of(dh) == rows_of(gate_up) && cols_of(dh) * 2 == cols_of(gate_up), op, ": dh has shape ", shape_text(dh),
-          ", expected that of gate_up, ", shape_text(gate_up), ", with half its columns");
+  require(dh.dim() >= 1 && row_count(dh) == row_count(gate_up) && column_count(dh) * 2 == column_count(gate_up), op, ": dh has shape ",
+          shape_text(dh), ", expected that of gate_up, ", shape_text(gate_up), ", with half its columns");
   check_same_dtype(op, dh, "dh", gate_up, "gate_up");
 }
 

@@ -26,9 +26,9 @@ inline void check_group_norm_backward(const Tensor& dy, const Tensor& x, const O
   check_groups(op, x, num_groups);
   check_same(op, dy, "dy", x, "x");
   check_parameter(op, weight, "weight", x.size(1), x, "x");
-  const Dtype statistics = accumulator(dtype_of(x, "x"));
-  check_made(op, mean, "mean", {x.size(0), num_groups}, statistics, x, "x");
-  check_made(op, rstd, "rstd", {x.size(0), num_groups}, statistics, x, "x");
+  const Dtype statistics = accumulator(tensor_dtype(x, "x"));
+  check_forward_result(op, mean, "mean", {x.size(0), num_groups}, statistics, x, "x");
+  check_forward_result(op, rstd, "rstd", {x.size(0), num_groups}, statistics, x, "x");
   if (bias_dtype) check_dtype(op, *bias_dtype, "bias_dtype", x);
 }
 

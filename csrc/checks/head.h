@@ -33,8 +33,8 @@ inline HeadDtypes check_head(const char* op, const Tensor& x, const Tensor& weig
           ", expected ", dtype_name(scalar_type(dtypes.acc)), " or the dtype of the matmuls, ", dtype_name(scalar_type(dtypes.compute)));
   require(dtypes.logits == dtypes.acc || dtypes.logits == dtypes.compute, op, ": logits_dtype is ", dtype_name(scalar_type(dtypes.logits)),
           ", expected ", dtype_name(scalar_type(dtypes.acc)), " or the dtype of the matmuls, ", dtype_name(scalar_type(dtypes.compute)));
-  require(size_of(dtypes.acc) >= size_of(dtype_of(weight, "weight")), op, ": compute_dtype is ", dtype_name(scalar_type(dtypes.compute)),
-          ", expected float64 for a weight of float64");
+  require(dtype_bytes(dtypes.acc) >= dtype_bytes(tensor_dtype(weight, "weight")), op, ": compute_dtype is ",
+          dtype_name(scalar_type(dtypes.compute)), ", expected float64 for a weight of float64");
   check_parameter(op, bias, "bias", weight.size(0), x, "x");
   return dtypes;
 }
@@ -49,12 +49,12 @@ template <class Size> struct SumSizes {
       : rows(sum == weight ? vocab : vocab / ratio(sum, weight) / Size(64) * Size(64)),
         memory((vocab * hidden + ratio(sum, weight) - Size(1)) / ratio(sum, weight)),
         rest((vocab - rows) * hidden) {}
-  static Size ratio(Dtype sum, Dtype weight) { return Size(int64_t(size_of(sum) / size_of(weight))); }
+  static Size ratio(Dtype sum, Dtype weight) { return Size(int64_t(dtype_bytes(sum) / dtype_bytes(weight))); }
 };
 
 // The room of a class in dweight's memory, in elements of the gradient of logits (launch/chunks.h).
 template <class Size> Size overlaid_room(const Size& hidden, Dtype weight, Dtype compute) {
-  return hidden * Size(int64_t(size_of(weight) / size_of(compute)));
+  return hidden * Size(int64_t(dtype_bytes(weight) / dtype_bytes(compute)));
 }
 
 // Returns whether the forward sums dx. It does if chunks of rows are accumulated. It also does if the gradient of the logits is stored and
@@ -69,7 +69,7 @@ inline bool sums_dx(launch::Gradients gradients, Dtype weight, Dtype compute, bo
 inline void check_overlaid(const char* op, const Tensor& x, const Tensor& weight, const HeadDtypes& dtypes, const Size& chunk_rows,
                            const Size& chunk_classes, bool need_dweight) {
   const Size rows = x.size(0), hidden = x.size(1), vocab = weight.size(0);
-  const Dtype weight_dtype = dtype_of(weight, "weight");
+  const Dtype weight_dtype = tensor_dtype(weight, "weight");
   require(need_dweight && (weight_dtype == dtypes.compute || weight_dtype == dtypes.acc), op,
           ": gradients is 4 (overlaid), expected need_dweight and a weight in the dtype of the matmuls or of their sums");
   require(hidden >= 1 && rows >= 1 && (dtypes.wide_logits() || chunk_rows >= rows), op,
@@ -105,10 +105,10 @@ inline void check_gradient_sums(const char* op, const Tensor& x, const Tensor& w
                                 const Size& stored, const Tensor& saved, const Tensor& dx, const Tensor& dweight, const Tensor& dbias,
                                 bool need_dx, bool need_dweight, bool need_dbias) {
   const Size rows = x.size(0), hidden = x.size(1), vocab = weight.size(0);
-  const Dtype weight_dtype = dtype_of(weight, "weight");
+  const Dtype weight_dtype = tensor_dtype(weight, "weight");
   const auto way = launch::Gradients(gradients);
   if (need_dx && sums_dx(way, weight_dtype, dtypes.compute, stored >= vocab))
-    check_made(op, dx, "dx", {rows, hidden}, dtypes.compute, x, "x");
+    check_forward_result(op, dx, "dx", {rows, hidden}, dtypes.compute, x, "x");
   switch (way) {
     case launch::Gradients::none:
     case launch::Gradients::recomputed:
@@ -116,21 +116,22 @@ inline void check_gradient_sums(const char* op, const Tensor& x, const Tensor& w
     case launch::Gradients::deferred:
       check_device(op, saved, "saved", x, "x");
       check_shape(op, saved, "saved", {rows, (vocab + Size(63)) / Size(64) * Size(64)});
-      require(type_of(saved) == scalar_type(dtypes.compute), op, ": saved has dtype ", dtype_name(type_of(saved)), ", expected ",
+      require(tensor_type(saved) == scalar_type(dtypes.compute), op, ": saved has dtype ", dtype_name(tensor_type(saved)), ", expected ",
               dtype_name(scalar_type(dtypes.compute)));
       return;
     case launch::Gradients::overlaid:
-      check_made(op, saved, "saved", {launch::overlaid_rest(rows, overlaid_room(hidden, weight_dtype, dtypes.compute), vocab, stored)},
-                 dtypes.compute, x, "x");
-      check_made(op, dweight, "dweight", {vocab * hidden}, weight_dtype, x, "x");
+      check_forward_result(op, saved, "saved",
+                           {launch::overlaid_rest(rows, overlaid_room(hidden, weight_dtype, dtypes.compute), vocab, stored)},
+                           dtypes.compute, x, "x");
+      check_forward_result(op, dweight, "dweight", {vocab * hidden}, weight_dtype, x, "x");
       return;
     case launch::Gradients::accumulated: {
-      if (need_dbias) check_made(op, dbias, "dbias", {vocab}, dtypes.acc, x, "x");
+      if (need_dbias) check_forward_result(op, dbias, "dbias", {vocab}, dtypes.acc, x, "x");
       if (!need_dweight) return;
       const Dtype sum = sum_dtype(dtypes, weight_dtype);
       const SumSizes<Size> sizes(vocab, hidden, sum, weight_dtype);
-      check_made(op, saved, "saved", {sizes.rest}, sum, x, "x");
-      check_made(op, dweight, "dweight", {sizes.memory}, sum, x, "x");
+      check_forward_result(op, saved, "saved", {sizes.rest}, sum, x, "x");
+      check_forward_result(op, dweight, "dweight", {sizes.memory}, sum, x, "x");
     }
   }
 }

@@ -20,7 +20,7 @@ inline void check_jsd_backward(const Tensor& dloss, const Tensor& log_q, const T
   const char* op = "jsd_backward";
   check_distributions(op, log_q, log_p, shift_labels, beta);
   check_loss_gradient(op, dloss, int64_t(Reduction::mean), log_q.size(0), log_q, "log_q");
-  check_made(op, counts, "counts", {CrossEntropyCounts::slots}, accumulator(dtype_of(log_q, "log_q")), log_q, "log_q");
+  check_forward_result(op, counts, "counts", {CrossEntropyCounts::slots}, accumulator(tensor_dtype(log_q, "log_q")), log_q, "log_q");
 }
 
 }  // namespace liger::LIGER_BACKEND

@@ -9,8 +9,9 @@ namespace liger {
 
 // run(arguments...) stores the arguments in the members Order::fields of an Order::F, and calls `function` with it. Order::fields is a
 // tuple of member pointers, which may be those of a base class.
-template <class Order, auto function, class Fields = std::remove_cvref_t<decltype(Order::fields)>> struct Named;
-template <class Order, auto function, class... Structs, class... Members> struct Named<Order, function, std::tuple<Members Structs::*...>> {
+template <class Order, auto function, class Fields = std::remove_cvref_t<decltype(Order::fields)>> struct NamedArguments;
+template <class Order, auto function, class... Structs, class... Members>
+struct NamedArguments<Order, function, std::tuple<Members Structs::*...>> {
   static auto run(Members... arguments) {
     typename Order::F named;
     std::apply([&](auto... field) { ((named.*field = std::move(arguments)), ...); }, Order::fields);

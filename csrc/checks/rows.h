@@ -5,9 +5,9 @@
 
 namespace liger::LIGER_BACKEND {
 
-inline void check_row_gradient(const char* op, const Tensor& dy, const Tensor& kept, const char* name) {
-  check_rows(op, kept, name);
-  check_same(op, dy, "dy", kept, name);
+inline void check_row_gradient(const char* op, const Tensor& dy, const Tensor& saved, const char* name) {
+  check_rows(op, saved, name);
+  check_same(op, dy, "dy", saved, name);
 }
 
 }  // namespace liger::LIGER_BACKEND

@@ -42,10 +42,12 @@ inline Dtype check_dtype(const char* op, const ScalarType& type, const char* nam
           float64 ? ", or float64" : " (float64 works on the CPU only)");
   return *found;
 }
-inline Dtype check_dtype(const char* op, const Tensor& t, const char* name) { return check_dtype(op, type_of(t), name, t, " has dtype "); }
+inline Dtype check_dtype(const char* op, const Tensor& t, const char* name) {
+  return check_dtype(op, tensor_type(t), name, t, " has dtype ");
+}
 
 // The dtype of a tensor that has passed a check.
-inline Dtype dtype_of(const Tensor& t, const char* name) { return check_dtype("liger_ext", t, name); }
+inline Dtype tensor_dtype(const Tensor& t, const char* name) { return check_dtype("liger_ext", t, name); }
 
 // torch's dispatcher accepts None for a tensor.
 inline void check_defined(const char* op, const Tensor& t, const char* name) {
@@ -66,7 +68,7 @@ inline void check_shape(const char* op, const Tensor& t, const char* name, std::
 }
 
 inline void check_same_dtype(const char* op, const Tensor& t, const char* name, const Tensor& like, const char* like_name) {
-  const ScalarType found = type_of(t), expected = type_of(like);
+  const ScalarType found = tensor_type(t), expected = tensor_type(like);
   require(found == expected, op, ": ", name, " has dtype ", dtype_name(found), ", expected that of ", like_name, ", ",
           dtype_name(expected));
 }
@@ -77,8 +79,8 @@ inline void check_rows(const char* op, const Tensor& t, const char* name) {
   require(t.dim() >= 1, op, ": ", name, " has no dimensions, expected at least one");
   check_dtype(op, t, name);
 }
-inline Size cols_of(const Tensor& t) { return t.size(t.dim() - 1); }
-inline Size rows_of(const Tensor& t) {
+inline Size column_count(const Tensor& t) { return t.size(t.dim() - 1); }
+inline Size row_count(const Tensor& t) {
   Size rows = 1;
   for (int64_t i = 0; i + 1 < t.dim(); ++i) rows = rows * t.size(i);
   return rows;
@@ -108,11 +110,11 @@ inline void check_parameter(const char* op, const OptionalTensor& parameter, con
 }
 
 // Requires a tensor as the forward returned it: of this shape and dtype, contiguous.
-inline void check_made(const char* op, const Tensor& t, const char* name, std::initializer_list<Size> shape, Dtype dtype,
-                       const Tensor& like, const char* like_name) {
+inline void check_forward_result(const char* op, const Tensor& t, const char* name, std::initializer_list<Size> shape, Dtype dtype,
+                                 const Tensor& like, const char* like_name) {
   check_device(op, t, name, like, like_name);
   check_shape(op, t, name, shape);
-  require(type_of(t) == scalar_type(dtype) && t.is_contiguous(), op, ": ", name, " is not what the forward returned");
+  require(tensor_type(t) == scalar_type(dtype) && t.is_contiguous(), op, ": ", name, " is not what the forward returned");
 }
 
 }  // namespace liger::LIGER_BACKEND

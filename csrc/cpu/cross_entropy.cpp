@@ -86,7 +86,7 @@ LIGER_INLINE void for_each_row(const CrossEntropyRows& a, int64_t begin, int64_t
 }
 
 // The upstream gradient of row i: one number per row (stride 1), or one for all rows (stride 0).
-double grad_of(const Rows& grad, int64_t i) {
+double upstream_gradient(const Rows& grad, int64_t i) {
   return dispatch(grad.dtype, [&](auto t) { return double(element<double>(row<decltype(t)>(grad, i), 0)); });
 }
 
@@ -95,14 +95,14 @@ double grad_of(const Rows& grad, int64_t i) {
 template <> [[gnu::flatten]] void run(const CrossEntropyRows& a, int64_t begin, int64_t end) {
   dispatch(a.logits.dtype, [&](auto t) {
     using T = decltype(t);
-    for_each_row<accumulator_of<T>, T>(a, begin, end, [](int64_t) {}, [](auto&&...) {});
+    for_each_row<accumulator_type<T>, T>(a, begin, end, [](int64_t) {}, [](auto&&...) {});
   });
 }
 
 template <> [[gnu::flatten]] void run(const CrossEntropyInPlace& a, int64_t begin, int64_t end) {
   dispatch(a.row.logits.dtype, [&](auto t) {
     using T = decltype(t);
-    using A = accumulator_of<T>;
+    using A = accumulator_type<T>;
     const LossFactors factors = LossFactors::unreduced(static_cast<const A*>(a.row.counts), a.gradient_scale);
     const MutableRows gradient = a.gradient();
     for_each_row<A, T>(
@@ -118,15 +118,15 @@ template <> [[gnu::flatten]] void run(const CrossEntropyInPlace& a, int64_t begi
 template <> [[gnu::flatten]] void run(const CrossEntropyBackward& a, int64_t begin, int64_t end) {
   dispatch(a.logits.dtype, [&](auto t) {
     using T = decltype(t);
-    using A = accumulator_of<T>;
+    using A = accumulator_type<T>;
     const Formula<A> formula(a, a.classes.all);
     const bool stream = a.dlogits.data != a.logits.data && streams(a.dlogits, a.rows, a.vocab);
-    const auto factors_of = [&](int64_t i) {
+    const auto row_factors = [&](int64_t i) {
       if (a.grad.data == nullptr) return LossFactors::unreduced(formula.counts, a.gradient_scale);
-      const double grad = grad_of(a.grad, i);
+      const double grad = upstream_gradient(a.grad, i);
       return LossFactors{grad * formula.counts[CrossEntropyCounts::ce_scale], grad * formula.counts[CrossEntropyCounts::z_scale]};
     };
-    with_softcap<A>(a, [&](auto softcap_of) {
+    with_softcap<A>(a, [&](auto row_softcap) {
       with_class_weight<A>(a.class_weight, a.options, [&](const auto& weight) {
         for (int64_t i = begin; i < end; ++i) {
           const Out<T> out = row<T>(a.dlogits, i, stream);
@@ -146,9 +146,9 @@ template <> [[gnu::flatten]] void run(const CrossEntropyBackward& a, int64_t beg
           if (a.mix != nullptr) {
             const A* const mix = static_cast<const A*>(a.mix) + 4 * i;
             const Slopes slopes{mix[0] * a.gradient_scale, 0, mix[2] * a.gradient_scale, mix[1] * a.gradient_scale};
-            write_gradient<A, true>(x, out, a.vocab, target, softcap_of(i), lse, slopes, In<constant>{1});
+            write_gradient<A, true>(x, out, a.vocab, target, row_softcap(i), lse, slopes, In<constant>{1});
           } else {
-            write_gradient<A>(x, out, a.vocab, target, softcap_of(i), lse, formula.slopes(target, lse, token, factors_of(i)), weight);
+            write_gradient<A>(x, out, a.vocab, target, row_softcap(i), lse, formula.slopes(target, lse, token, row_factors(i)), weight);
           }
         }
       });

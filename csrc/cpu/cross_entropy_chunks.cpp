@@ -6,32 +6,32 @@
 namespace liger::cpu::LIGER_ISA {
 
 template <> [[gnu::flatten]] void run(const CrossEntropyStatistics& a, int64_t begin, int64_t end) {
-  const CrossEntropyRows& of = a.row;
-  dispatch(of.logits.dtype, [&](auto t) {
+  const CrossEntropyRows& args = a.row;
+  dispatch(args.logits.dtype, [&](auto t) {
     using T = decltype(t);
-    using A = accumulator_of<T>;
+    using A = accumulator_type<T>;
     using Slots = CrossEntropyStatistics;
-    double weights = double(of.vocab);
-    if (of.options.label_smoothing != 0 && of.class_weight.data != nullptr) {
-      const auto weight = param<A>(of.class_weight);
-      weights = sum_columns<A>(of.vocab, [&](int64_t j, auto n) { return load<A>(weight, j, n); });
+    double weights = double(args.vocab);
+    if (args.options.label_smoothing != 0 && args.class_weight.data != nullptr) {
+      const auto weight = param<A>(args.class_weight);
+      weights = sum_columns<A>(args.vocab, [&](int64_t j, auto n) { return load<A>(weight, j, n); });
     }
-    with_softcap<A>(of, [&](auto softcap_of) {
-      with_class_weight<A>(of.class_weight, of.options, [&](const auto& weight) {
+    with_softcap<A>(args, [&](auto row_softcap) {
+      with_class_weight<A>(args.class_weight, args.options, [&](const auto& weight) {
         for (int64_t i = begin; i < end; ++i) {
-          const auto put = [&](Slots::Slot slot, double value) { static_cast<A*>(a.statistics)[slot * of.rows + i] = A(value); };
-          if (of.target[i] == of.options.ignore_index) {  // the merge skips this row
-            for (int slot = 0; slot < Slots::slots_of(a.moments); ++slot) put(Slots::Slot(slot), 0);
+          const auto put = [&](Slots::Slot slot, double value) { static_cast<A*>(a.statistics)[slot * args.rows + i] = A(value); };
+          if (args.target[i] == args.options.ignore_index) {  // the merge skips this row
+            for (int slot = 0; slot < Slots::slot_count(a.moments); ++slot) put(Slots::Slot(slot), 0);
             if (a.best_class != nullptr) a.best_class[i] = 0;
             continue;
           }
-          const In<T> x = row<T>(of.logits, i);
-          const auto softcap = softcap_of(i);
-          const int64_t target = of.target[i] - a.classes.first;
-          const bool here = target >= 0 && target < of.vocab;
+          const In<T> x = row<T>(args.logits, i);
+          const auto softcap = row_softcap(i);
+          const int64_t target = args.target[i] - a.classes.first;
+          const bool here = target >= 0 && target < args.vocab;
           const double near = softcap(element<A>(x, here ? target : 0));
           const A anchor = A(Formula<A>::anchor(near));
-          const RowSums<A> sums = sum_row<A>(of.options, x, of.vocab, softcap, weight, anchor, a.moments);
+          const RowSums<A> sums = sum_row<A>(args.options, x, args.vocab, softcap, weight, anchor, a.moments);
           put(Slots::maximum, sums.shift);
           put(Slots::sum, sums.exponentials);
           put(Slots::target, here ? near : 0.0);
@@ -43,7 +43,7 @@ template <> [[gnu::flatten]] void run(const CrossEntropyStatistics& a, int64_t b
             put(Slots::squares, sums.squares);
             put(Slots::total, sums.total);
           }
-          const int64_t best = a.best_class != nullptr ? argmax(x, of.vocab, sums) : 0;
+          const int64_t best = a.best_class != nullptr ? argmax(x, args.vocab, sums) : 0;
           put(Slots::best, element<A>(x, best));
           if (a.best_class != nullptr) a.best_class[i] = a.classes.first + best;
         }
@@ -58,42 +58,43 @@ template <> void run(const CrossEntropyMerge& a, int64_t begin, int64_t end) {
     using Slots = CrossEntropyStatistics;
     const Formula<A> formula(a.row, a.row.vocab);
     const RowResults<A> results{a.row};
-    const int64_t slots = Slots::slots_of(a.row.moments());
+    const int64_t slots = Slots::slot_count(a.row.moments());
     for (int64_t i = begin; i < end; ++i) {
       if (a.row.target[i] == a.row.options.ignore_index) {
         results.ignored(i);
         if (a.token != nullptr) static_cast<A*>(a.token)[i] = 1;
         continue;
       }
-      const auto of = [&](int64_t chunk, Slots::Slot slot) {
+      const auto statistic = [&](int64_t chunk, Slots::Slot slot) {
         return static_cast<const A*>(a.statistics)[(chunk * slots + slot) * a.row.rows + i];
       };
       RowSums<A> merged;
       double target = 0;
       for (int64_t chunk = 0; chunk < a.chunks; ++chunk) {
-        merged.shift = std::max(merged.shift, of(chunk, Slots::maximum));
-        target += of(chunk, Slots::target);
+        merged.shift = std::max(merged.shift, statistic(chunk, Slots::maximum));
+        target += statistic(chunk, Slots::target);
       }
       const double anchor = Formula<A>::anchor(target);
       for (int64_t chunk = 0; chunk < a.chunks; ++chunk) {
-        merged.weighted += of(chunk, Slots::weighted) + (of(chunk, Slots::anchor) - anchor) * of(chunk, Slots::weights);
-        const double distance = double(of(chunk, Slots::maximum)) - double(merged.shift), factor = __builtin_exp(distance);
-        const double sum = of(chunk, Slots::sum) * factor;
+        merged.weighted +=
+            statistic(chunk, Slots::weighted) + (statistic(chunk, Slots::anchor) - anchor) * statistic(chunk, Slots::weights);
+        const double distance = double(statistic(chunk, Slots::maximum)) - double(merged.shift), factor = __builtin_exp(distance);
+        const double sum = statistic(chunk, Slots::sum) * factor;
         merged.exponentials += sum;
         if (!a.row.moments()) continue;
-        if (sum != 0) merged.moment += factor * of(chunk, Slots::moment) + distance * sum;
-        merged.squares += of(chunk, Slots::squares) * factor * factor;
-        merged.total += of(chunk, Slots::total);
+        if (sum != 0) merged.moment += factor * statistic(chunk, Slots::moment) + distance * sum;
+        merged.squares += statistic(chunk, Slots::squares) * factor * factor;
+        merged.total += statistic(chunk, Slots::total);
       }
       const LogSumExp lse = merged.lse();
       results.losses(i, formula, lse, target, merged.weighted);
       if (a.row.moments()) results.moments(i, merged);
       if (a.token != nullptr) static_cast<A*>(a.token)[i] = A(formula.token_scale(lse, target));
       if (!results.want_prediction()) continue;
-      A best = of(0, Slots::best);  // NaN is the largest value; of equal values, the first class counts
+      A best = statistic(0, Slots::best);  // NaN is the largest value; of equal values, the first class counts
       int64_t best_class = a.best_class[i];
       for (int64_t chunk = 1; chunk < a.chunks; ++chunk) {
-        const A other = of(chunk, Slots::best);
+        const A other = statistic(chunk, Slots::best);
         const int64_t at = a.best_class[chunk * a.row.rows + i];
         const bool larger = other > best || (other != other && best == best), equal = other == best || (other != other && best != best);
         if (larger || (equal && at < best_class)) best = other, best_class = at;

@@ -47,10 +47,10 @@ template <class A, bool capped, bool scaled = false> struct Softcap {
   }
 };
 
-// Calls f(softcap_of), where softcap_of(i) is the Softcap of row i. Of: CrossEntropyRows or CrossEntropyBackward.
-template <class A, class Of, class F> LIGER_INLINE void with_softcap(const Of& of, F&& f) {
-  const A cap = A(of.options.softcap), scale = A(of.options.logit_scale);
-  const A* const temperature = static_cast<const A*>(of.temperature);
+// Calls f(row_softcap), where row_softcap(i) is the Softcap of row i. Loss: CrossEntropyRows or CrossEntropyBackward.
+template <class A, class Loss, class F> LIGER_INLINE void with_softcap(const Loss& args, F&& f) {
+  const A cap = A(args.options.softcap), scale = A(args.options.logit_scale);
+  const A* const temperature = static_cast<const A*>(args.temperature);
   with_flag(cap != 0, [&](auto capped) {
     with_flag(temperature != nullptr || scale != 1, [&](auto scaled) {
       f([&](int64_t i) { return Softcap<A, capped, scaled>{cap, scale, temperature != nullptr ? 1 / temperature[i] : A(1)}; });
@@ -98,7 +98,7 @@ template <class A, int terms, class T, class Cap, class W>
       const vec<A> shift = splat<A>(r.shift);
       const auto sums = sum_columns<A, terms>(count, [&](int64_t j, auto n, vec<A>(&term)[terms]) {
         const vec<A> x = load<A>(row, first + j, n), x_capped = softcap(x);
-        top = Max{}(top, only<A>(n, x, least));
+        top = Max{}(top, masked<A>(n, x, least));
         term[0] = Math<A>::exp(x_capped - shift);
         if constexpr (terms == 2) term[1] = (x_capped - anchor) * load<A>(weight, first + j, n);
         if constexpr (terms == 4) {
@@ -187,10 +187,10 @@ template <class A> struct Formula {
   double z(const LogSumExp& lse, double x_target) const {
     return options.lse_square_scale != 0 ? token_scale(lse, x_target) * options.lse_square_scale * lse.value() * lse.value() : 0.0;
   }
-  // token: the row's token_scale. of: the upstream gradients of its two losses.
-  Slopes slopes(int64_t y, const LogSumExp& lse, double token, const LossFactors& of) const {
-    const double ce = of.ce * token;
-    const double z = options.lse_square_scale != 0 ? of.z * token * 2 * options.lse_square_scale * lse.value() : 0.0;
+  // token: the row's token_scale. upstream: the upstream gradients of its two losses.
+  Slopes slopes(int64_t y, const LogSumExp& lse, double token, const LossFactors& upstream) const {
+    const double ce = upstream.ce * token;
+    const double z = options.lse_square_scale != 0 ? upstream.z * token * 2 * options.lse_square_scale * lse.value() : 0.0;
     return {ce * (hit(y) + smooth * weight_sum()) + z, ce * smooth, ce * hit(y)};
   }
 

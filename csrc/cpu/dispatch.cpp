@@ -65,16 +65,16 @@ int64_t last_level_cache_bytes() {
   return bytes;
 }
 
-Written::Written(const MutableRows& out, int64_t rows, int64_t cols, int64_t rows_per_item)
+MappedOutput::MappedOutput(const MutableRows& out, int64_t rows, int64_t cols, int64_t rows_per_item)
     : data_(reinterpret_cast<uintptr_t>(out.data)),
-      bytes_(((rows - 1) * out.stride + cols) * size_of(out.dtype)),
-      item_bytes_(rows_per_item * out.stride * size_of(out.dtype)) {
+      bytes_(((rows - 1) * out.stride + cols) * dtype_bytes(out.dtype)),
+      item_bytes_(rows_per_item * out.stride * dtype_bytes(out.dtype)) {
   constexpr int64_t fresh = 32 << 20, ahead = 512 << 10;
   const bool dense = out.stride <= 2 * cols;  // rows of a whole tensor or of its halves: larger gaps would be mapped and never written
   if (out.data != nullptr && rows > 0 && dense && bytes_ >= fresh) step_ = std::max<int64_t>(1, ahead / std::max<int64_t>(1, item_bytes_));
 }
 
-void Written::map([[maybe_unused]] int64_t begin, [[maybe_unused]] int64_t end) const {
+void MappedOutput::map([[maybe_unused]] int64_t begin, [[maybe_unused]] int64_t end) const {
 #if defined(MADV_POPULATE_WRITE)
   static const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE));
   const uintptr_t first = (data_ + uintptr_t(begin * item_bytes_)) / page * page;

@@ -58,11 +58,11 @@ constexpr int64_t elements_per_task = 32768;
 // An output matrix whose pages are mapped shortly before a kernel writes them. glibc maps a new block for every tensor of 32 MiB or more,
 // so the pages of large outputs are new at each call. Faulting them in one by one takes longer than a row op's arithmetic. Mapping half a
 // megabyte at a time is faster (docs/measurements.md), and costs almost nothing if the pages are mapped already.
-class Written {
+class MappedOutput {
  public:
   // Item i writes rows_per_item rows, from row i * rows_per_item on.
-  Written(const MutableRows& out, int64_t rows, int64_t cols, int64_t rows_per_item = 1);
-  Written(const Rows&, int64_t, int64_t) {}  // an input: nothing to map
+  MappedOutput(const MutableRows& out, int64_t rows, int64_t cols, int64_t rows_per_item = 1);
+  MappedOutput(const Rows&, int64_t, int64_t) {}  // an input: nothing to map
   // The number of items that write half a megabyte; 0: this memory is not mapped ahead.
   int64_t step() const { return step_; }
   void map(int64_t begin, int64_t end) const;
@@ -73,17 +73,17 @@ class Written {
 };
 
 template <class Args>
-void parallel_items(const Args& args, int64_t items, int64_t elements_per_item, std::initializer_list<Written> outputs = {}) {
+void parallel_items(const Args& args, int64_t items, int64_t elements_per_item, std::initializer_list<MappedOutput> outputs = {}) {
   Kernel<Args>* const run = kernel<Args>();
   const int64_t grain = std::max<int64_t>(1, elements_per_task / std::max<int64_t>(1, elements_per_item));
   int64_t step = 0;
-  for (const Written& out : outputs)
+  for (const MappedOutput& out : outputs)
     if (out.step() > 0) step = step == 0 ? out.step() : std::min(step, out.step());
   torch::stable::parallel_for(0, items, grain, [&](int64_t begin, int64_t end) {
     if (step == 0) return run(args, begin, end);
     for (int64_t first = begin; first < end; first += step) {
       const int64_t last = std::min(end, first + step);
-      for (const Written& out : outputs)
+      for (const MappedOutput& out : outputs)
         if (out.step() > 0) out.map(first, last);
       run(args, first, last);
     }
@@ -91,16 +91,16 @@ void parallel_items(const Args& args, int64_t items, int64_t elements_per_item, 
 }
 
 // The same matrix from element `from` on, with another stride.
-template <class Matrix> Matrix reshaped(Matrix of, int64_t from, int64_t stride) {
+template <class Matrix> Matrix restrided(Matrix matrix, int64_t from, int64_t stride) {
   using Byte = std::conditional_t<std::is_same_v<Matrix, Rows>, const char, char>;
-  return {static_cast<Byte*>(of.data) + from * size_of(of.dtype), stride, of.dtype};
+  return {static_cast<Byte*>(matrix.data) + from * dtype_bytes(matrix.dtype), stride, matrix.dtype};
 }
 
 // Runs an elementwise kernel, whose matrices are these members of args. Short rows without gaps are cut anew into rows of 4096 elements and
 // a remainder, so that threads and vectors get equal shares for any shape.
 template <auto... Matrices, class Args> void parallel_elements(const Args& args) {
   constexpr int64_t cols = 4096;
-  const auto over_rows = [](const Args& a) { parallel_items(a, a.rows, a.cols, {Written(a.*Matrices, a.rows, a.cols)...}); };
+  const auto over_rows = [](const Args& a) { parallel_items(a, a.rows, a.cols, {MappedOutput(a.*Matrices, a.rows, a.cols)...}); };
   const bool gaps = (((args.*Matrices).stride != args.cols) || ...);
   if (args.rows <= 1 || args.cols >= cols || gaps) return over_rows(args);
   const int64_t numel = args.rows * args.cols, whole = numel / cols * cols;
@@ -109,8 +109,8 @@ template <auto... Matrices, class Args> void parallel_elements(const Args& args)
   flat.cols = cols;
   rest.rows = 1;
   rest.cols = numel - whole;
-  ((flat.*Matrices = reshaped(args.*Matrices, 0, cols)), ...);
-  ((rest.*Matrices = reshaped(args.*Matrices, whole, 0)), ...);
+  ((flat.*Matrices = restrided(args.*Matrices, 0, cols)), ...);
+  ((rest.*Matrices = restrided(args.*Matrices, whole, 0)), ...);
   if (flat.rows > 0) over_rows(flat);
   if (rest.cols > 0) kernel<Args>()(rest, 0, 1);
 }

@@ -166,7 +166,7 @@ void scalar_product(const ScalarProduct& a, Stream) {
     if (a.factors.data == nullptr) return;
     double largest = 0;
     for (int64_t i = 0; i < a.rows; ++i) {
-      const auto* factor = static_cast<const char*>(a.factors.data) + i * a.factors.stride * size_of(a.factors.dtype);
+      const auto* factor = static_cast<const char*>(a.factors.data) + i * a.factors.stride * dtype_bytes(a.factors.dtype);
       largest = std::fmax(largest, std::fabs(load_number(factor, a.factors.dtype)));
     }
     int above = 0;

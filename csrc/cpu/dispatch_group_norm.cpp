@@ -14,14 +14,14 @@ void group_norm_forward(const GroupNormForward& a, Stream) {
 // One partial row per sample: dweight's elements, then dbias's. The kernel writes it even if neither is requested: it is small compared
 // with x.
 int64_t group_norm_backward_workspace(const GroupNormBackward& a, Stream) {
-  return a.shape.batch * 2 * a.shape.all_channels() * size_of(accumulator(a.x.dtype));
+  return a.shape.batch * 2 * a.shape.all_channels() * dtype_bytes(accumulator(a.x.dtype));
 }
 void group_norm_backward(const GroupNormBackward& a, Stream) {
   const int64_t rows = a.shape.rows(), cols = a.shape.cols(), channels = a.shape.all_channels();
   parallel_items(a, rows, cols, {{a.dx, rows, cols}});
   const Dtype acc = accumulator(a.x.dtype);
   sum_partials(a.workspace, a.shape.batch, 2 * channels, channels, acc, a.dweight);
-  sum_partials(static_cast<const char*>(a.workspace) + channels * size_of(acc), a.shape.batch, 2 * channels, channels, acc, a.dbias);
+  sum_partials(static_cast<const char*>(a.workspace) + channels * dtype_bytes(acc), a.shape.batch, 2 * channels, channels, acc, a.dbias);
 }
 
 }  // namespace liger::cpu

@@ -34,7 +34,7 @@ template <bool Centered> void norm_forward(const NormForward<Centered>& a, Strea
 // The partial rows of a block: dweight's, then dbias's.
 template <bool Centered> int64_t norm_backward_workspace(const NormBackward<Centered>& a, Stream) {
   if (!a.dweight.data && !a.dbias.data) return 0;
-  return ceil_div(a.rows, rows_per_block(a.rows, a.cols)) * (Centered ? 2 : 1) * a.cols * size_of(accumulator(a.z.dtype));
+  return ceil_div(a.rows, rows_per_block(a.rows, a.cols)) * (Centered ? 2 : 1) * a.cols * dtype_bytes(accumulator(a.z.dtype));
 }
 
 template <bool Centered> void norm_backward(const NormBackward<Centered>& a, Stream) {
@@ -42,7 +42,7 @@ template <bool Centered> void norm_backward(const NormBackward<Centered>& a, Str
   parallel_items(a, blocks, block_rows * a.cols, {{a.dz, a.rows, a.cols, block_rows}});
   const Dtype acc = accumulator(a.z.dtype);
   sum_partials(a.workspace, blocks, stride, a.cols, acc, a.dweight);
-  if (a.dbias.data) sum_partials(static_cast<const char*>(a.workspace) + a.cols * size_of(acc), blocks, stride, a.cols, acc, a.dbias);
+  if (a.dbias.data) sum_partials(static_cast<const char*>(a.workspace) + a.cols * dtype_bytes(acc), blocks, stride, a.cols, acc, a.dbias);
 }
 
 template void norm_forward(const RmsNormForward&, Stream);

@@ -62,8 +62,8 @@ int32_t torch_dtype(Dtype dtype) {
 
 void check(AOTITorchError error, const char* what) {
   if (error == AOTI_TORCH_SUCCESS) return;
-  const std::string cause = torch_said();
-  if (says_out_of_memory(cause)) throw OutOfMemory(text("out of memory: liger_ext's matrix product; torch: ", cause));
+  const std::string cause = torch_error_text();
+  if (is_memory_error(cause)) throw OutOfMemory(text("out of memory: liger_ext's matrix product; torch: ", cause));
   throw std::runtime_error(text("liger_ext's matrix product: ", what, " failed: ", cause.empty() ? "torch has printed the reason" : cause));
 }
 
@@ -106,7 +106,7 @@ class WidenedTiles {
     const int64_t stored_rows = source_.transposed ? cols : rows, stored_cols = source_.transposed ? rows : cols;
     const Matrix wide{scratch_.get(), stored_cols, Dtype::f32, source_.transposed};
     if (row != row_ || col != col_) {
-      convert(tile_of(source_, row, col), wide, stored_rows, stored_cols);
+      convert(tile_at(source_, row, col), wide, stored_rows, stored_cols);
       row_ = row, col_ = col;
     }
     return wide;
@@ -129,7 +129,7 @@ void gemm_widen(const Gemm& g, const Matrix& c, double alpha) {
   WidenedTiles a(g.a, g.m, g.k), b(g.b, g.k, g.n);
   const auto product = rounds ? std::make_unique_for_overwrite<float[]>(std::min(g.m, tile_size) * std::min(g.n, tile_size)) : nullptr;
   for_each_tile(g.m, g.n, [&](int64_t row, int64_t col, int64_t rows, int64_t cols) {
-    const Matrix target = tile_of(c, row, col);
+    const Matrix target = tile_at(c, row, col);
     const Matrix sum = rounds ? Matrix{product.get(), cols, Dtype::f32, false} : target;
     if (rounds && g.accumulate) convert(target, sum, rows, cols);
     const Operand out(sum, rows, cols);
@@ -148,11 +148,11 @@ void gemm_split(const Gemm& g, const Matrix& c, double alpha) {
   const int64_t scratch = std::min(g.m, tile_size) * std::min(g.n, tile_size);
   const auto high = std::make_unique_for_overwrite<uint16_t[]>(scratch), low = std::make_unique_for_overwrite<uint16_t[]>(scratch);
   for_each_tile(g.m, g.n, [&](int64_t row, int64_t col, int64_t rows, int64_t cols) {
-    const Operand a(tile_of(g.a, row, 0), rows, g.k), b(tile_of(g.b, 0, col), g.k, cols);
+    const Operand a(tile_at(g.a, row, 0), rows, g.k), b(tile_at(g.b, 0, col), g.k, cols);
     const Operand rounded({high.get(), cols, Dtype::bf16, false}, rows, cols), rest({low.get(), cols, Dtype::bf16, false}, rows, cols);
     addmm(rounded, rounded, a, b, 0, alpha);
     addmm(rest, rounded, a, b, -1, alpha);
-    const Matrix target = tile_of(c, row, col);
+    const Matrix target = tile_at(c, row, col);
     torch::stable::parallel_for(0, rows, std::max<int64_t>(1, (1 << 15) / cols), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         float* out = static_cast<float*>(const_cast<void*>(target.data)) + i * target.stride;
@@ -179,8 +179,8 @@ template <class F> void with_padded_rows(const Gemm& g, const F& f) {
     Gemm part = g;
     part.m = std::min(most, g.m - row);
     part.a = {scratch.get(), stride, g.a.dtype, false};
-    part.c = static_cast<char*>(g.c) + row * g.c_stride * size_of(g.c_dtype);
-    convert(tile_of(g.a, row, 0), part.a, part.m, g.k);
+    part.c = static_cast<char*>(g.c) + row * g.c_stride * dtype_bytes(g.c_dtype);
+    convert(tile_at(g.a, row, 0), part.a, part.m, g.k);
     f(part);
   }
 }
@@ -191,7 +191,7 @@ void gemm(const Gemm& g, Stream stream) {
   if (g.m == 0 || g.n == 0) return;
   if (g.bias) return gemm(with_bias_in_c(g, stream), stream);
   const double alpha = !g.alpha ? 1 : g.a.dtype == Dtype::f64 ? *static_cast<const double*>(g.alpha) : *static_cast<const float*>(g.alpha);
-  const bool narrow = size_of(g.a.dtype) == 2, direct = hardware_multiplies(g.a.dtype) && g.c_dtype == g.a.dtype;
+  const bool narrow = dtype_bytes(g.a.dtype) == 2, direct = hardware_multiplies(g.a.dtype) && g.c_dtype == g.a.dtype;
   const bool split = hardware_multiplies(g.a.dtype) && !direct && g.a.dtype == Dtype::bf16 && !g.all_bits;
   const auto multiply = [&](const Gemm& part) {
     const Matrix c{part.c, part.c_stride, part.c_dtype, false};

@@ -45,7 +45,7 @@ template <class T, class A, template <class, bool> class Activation>
 template <class Args, class F> LIGER_INLINE void with_activation(const Args& a, F&& f) {
   dispatch(a.gate.dtype, [&](auto t) {
     using T = decltype(t);
-    using A = accumulator_of<T>;
+    using A = accumulator_type<T>;
     switch (a.activation) {
       case Activation::silu:
         return f.template operator()<T, A, math::Silu>();
@@ -60,18 +60,18 @@ template <class Args, class F> LIGER_INLINE void with_activation(const Args& a, 
 }  // namespace
 
 template <> void run(const GluForward& a, int64_t begin, int64_t end) {
-  with_activation(a, [&]<class T, class A, template <class, bool> class Of>() { forward<T, A, Of>(a, begin, end); });
+  with_activation(a, [&]<class T, class A, template <class, bool> class Function>() { forward<T, A, Function>(a, begin, end); });
 }
 
 template <> void run(const GluBackward& a, int64_t begin, int64_t end) {
-  with_activation(a, [&]<class T, class A, template <class, bool> class Of>() {
-    if (!a.h.data) return backward<T, A, Of>(a, begin, end);
+  with_activation(a, [&]<class T, class A, template <class, bool> class Function>() {
+    if (!a.h.data) return backward<T, A, Function>(a, begin, end);
     // The forward's code recomputes h, so it has the forward's bits. It runs row by row: gate and up are still in the cache, and the
     // backward has read this row of dh, whose memory may be h's.
     const GluForward again{a.rows, a.cols, a.gate, a.up, a.h, a.activation, a.gate_multiplier, a.down_multiplier};
     for (int64_t i = begin; i < end; ++i) {
-      backward<T, A, Of>(a, i, i + 1);
-      forward<T, A, Of>(again, i, i + 1);
+      backward<T, A, Function>(a, i, i + 1);
+      forward<T, A, Function>(again, i, i + 1);
     }
   });
 }

@@ -16,12 +16,12 @@ template <class A> LIGER_INLINE A channel_value(const Vector& parameter, int64_t
 }
 
 template <class T, class A> [[gnu::flatten]] void forward(const GroupNormForward& a, int64_t begin, int64_t end) {
-  const GroupNormShape& of = a.shape;
-  const int64_t cols = of.cols();
-  const bool stream = streams(a.y, of.rows(), cols);
+  const GroupNormShape& shape = a.shape;
+  const int64_t cols = shape.cols();
+  const bool stream = streams(a.y, shape.rows(), cols);
   for (int64_t i = begin; i < end; ++i) {
     const auto x = row<T>(a.x, i);
-    const auto y = row<T>(a.y, i, stream && of.channel % lanes<A> == 0);
+    const auto y = row<T>(a.y, i, stream && shape.channel % lanes<A> == 0);
     const A mean = sum_columns<A>(cols, [&](int64_t j, auto n) { return load<A>(x, j, n); }) / A(cols);
     const A squares = sum_columns<A>(cols, [&](int64_t j, auto n) {
       const auto v = load<A>(x, j, n) - mean;
@@ -30,10 +30,10 @@ template <class T, class A> [[gnu::flatten]] void forward(const GroupNormForward
     const A rstd = A(1) / Math<A>::sqrt(squares / A(cols) + A(a.eps));
     static_cast<A*>(a.mean)[i] = mean;
     static_cast<A*>(a.rstd)[i] = rstd;
-    const int64_t first = i % of.groups * of.channels;
-    for (int64_t c = 0; c < of.channels; ++c) {
+    const int64_t first = i % shape.groups * shape.channels;
+    for (int64_t c = 0; c < shape.channels; ++c) {
       const A weight = channel_value<A>(a.weight, first + c, A(1)), bias = channel_value<A>(a.bias, first + c, A(0));
-      columns<A>(c * of.channel, (c + 1) * of.channel,
+      columns<A>(c * shape.channel, (c + 1) * shape.channel,
                  [&](int64_t j, auto n) { store(y, j, n, (load<A>(x, j, n) - mean) * rstd * weight + bias); });
     }
   }
@@ -41,17 +41,17 @@ template <class T, class A> [[gnu::flatten]] void forward(const GroupNormForward
 }
 
 template <class T, class A> [[gnu::flatten]] void backward(const GroupNormBackward& a, int64_t begin, int64_t end) {
-  const GroupNormShape& of = a.shape;
-  const int64_t cols = of.cols(), all = of.all_channels();
+  const GroupNormShape& shape = a.shape;
+  const int64_t cols = shape.cols(), all = shape.all_channels();
   for (int64_t i = begin; i < end; ++i) {
     const auto dy = row<T>(a.dy, i), x = row<T>(a.x, i);
     const A mean = static_cast<const A*>(a.mean)[i], rstd = static_cast<const A*>(a.rstd)[i];
-    const int64_t first = i % of.groups * of.channels;
-    A* const partial = static_cast<A*>(a.workspace) + i / of.groups * 2 * all + first;
+    const int64_t first = i % shape.groups * shape.channels;
+    A* const partial = static_cast<A*>(a.workspace) + i / shape.groups * 2 * all + first;
     A g = 0, gn = 0;
-    for (int64_t c = 0; c < of.channels; ++c) {
-      const int64_t at = c * of.channel;
-      const auto sums = sum_columns<A, 2>(of.channel, [&](int64_t j, auto n, vec<A>(&terms)[2]) {
+    for (int64_t c = 0; c < shape.channels; ++c) {
+      const int64_t at = c * shape.channel;
+      const auto sums = sum_columns<A, 2>(shape.channel, [&](int64_t j, auto n, vec<A>(&terms)[2]) {
         terms[0] = load<A>(dy, at + j, n);
         terms[1] = terms[0] * (load<A>(x, at + j, n) - mean);
       });
@@ -64,9 +64,9 @@ template <class T, class A> [[gnu::flatten]] void backward(const GroupNormBackwa
     if (a.dx.data == nullptr) continue;
     const auto dx = row<T>(a.dx, i);
     const A g_mean = g / A(cols), gn_mean = gn / A(cols);
-    for (int64_t c = 0; c < of.channels; ++c) {
+    for (int64_t c = 0; c < shape.channels; ++c) {
       const A weight = channel_value<A>(a.weight, first + c, A(1));
-      columns<A>(c * of.channel, (c + 1) * of.channel, [&](int64_t j, auto n) {
+      columns<A>(c * shape.channel, (c + 1) * shape.channel, [&](int64_t j, auto n) {
         const auto normalised = (load<A>(x, j, n) - mean) * rstd;
         store(dx, j, n, rstd * (load<A>(dy, j, n) * weight - g_mean - normalised * gn_mean));
       });
@@ -77,10 +77,10 @@ template <class T, class A> [[gnu::flatten]] void backward(const GroupNormBackwa
 }  // namespace
 
 template <> void run(const GroupNormForward& a, int64_t begin, int64_t end) {
-  dispatch(a.x.dtype, [&](auto t) { forward<decltype(t), accumulator_of<decltype(t)>>(a, begin, end); });
+  dispatch(a.x.dtype, [&](auto t) { forward<decltype(t), accumulator_type<decltype(t)>>(a, begin, end); });
 }
 template <> void run(const GroupNormBackward& a, int64_t begin, int64_t end) {
-  dispatch(a.x.dtype, [&](auto t) { backward<decltype(t), accumulator_of<decltype(t)>>(a, begin, end); });
+  dispatch(a.x.dtype, [&](auto t) { backward<decltype(t), accumulator_type<decltype(t)>>(a, begin, end); });
 }
 
 }  // namespace liger::cpu::LIGER_ISA

@@ -43,8 +43,8 @@ template <> struct JsdMath<double> : Math<double> {
 // Calls f with the element type, the accumulator and the divergence.
 template <class F> LIGER_INLINE void with_divergence(const JsdRows& rows, F&& f) {
   dispatch(rows.log_q.dtype, [&](auto t) {
-    const auto run = [&]<Divergence D>() { f.template operator()<decltype(t), accumulator_of<decltype(t)>, D>(); };
-    switch (math::divergence_of(rows.beta)) {
+    const auto run = [&]<Divergence D>() { f.template operator()<decltype(t), accumulator_type<decltype(t)>, D>(); };
+    switch (math::divergence_kind(rows.beta)) {
       case Divergence::forward_kl:
         return run.template operator()<Divergence::forward_kl>();
       case Divergence::reverse_kl:

@@ -14,7 +14,7 @@ template <class T, class A, class W>
   const bool stream = streams(a.y, a.rows, a.cols), has_bias = a.bias.data != nullptr;
   const auto bias = param<any>(a.bias);
   const auto bias_same = param<T>(a.bias);
-  const bool same = a.bias.dtype == dtype_of<T>;
+  const bool same = a.bias.dtype == dtype_constant<T>;
   for (int64_t i = begin; i < end; ++i) {
     const auto x = row<T>(a.x, i), next_x = row<T>(a.x, i + 1 < end ? i + 1 : i);
     const auto y = row<T>(a.y, i, stream);
@@ -40,8 +40,8 @@ template <class T, class A, class W>
 template <class T, class A, class W>
 [[gnu::flatten]] void backward(const LayerNormBackward& a, const In<W> weight, int64_t begin, int64_t end, A* dweight, A* dbias) {
   const bool want_dz = a.dz.data != nullptr, stream = want_dz && streams(a.dz, a.rows, a.cols);
-  A* const sums_of_block[] = {dweight, dbias};
-  for (A* const partial : sums_of_block)
+  A* const block_sums[] = {dweight, dbias};
+  for (A* const partial : block_sums)
     if (partial) columns<A>(a.cols, [&](int64_t j, auto n) { store<A>(partial + j, n, vec<A>{}); });
   for (int64_t i = begin; i < end; ++i) {
     const int64_t next = i + 1 < end ? i + 1 : i;

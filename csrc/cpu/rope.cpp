@@ -12,9 +12,9 @@ constexpr int64_t slice = 256;  // columns of half a row
 
 // Values for `slice` pairs: [0] for their first elements, [1] for their second elements.
 template <class A> struct Pairs {
-  alignas(vector_bytes) A of[2][slice];
-  A* operator[](int i) { return of[i]; }
-  const A* operator[](int i) const { return of[i]; }
+  alignas(vector_bytes) A values[2][slice];
+  A* operator[](int i) { return values[i]; }
+  const A* operator[](int i) const { return values[i]; }
 };
 template <class A> struct Table {
   Pairs<A> cos, sin;
@@ -45,8 +45,8 @@ template <class A>
 [[gnu::flatten]] void fill(Table<A>& table, const Rope& a, int64_t batch, int64_t position, int64_t first, int64_t count) {
   if (count == 0) return;  // a table without columns may have no memory
   dispatch(a.table_dtype, [&](auto t) {
-    const auto pairs = [&](Pairs<A>& to, const void* data, int64_t of_batch, int64_t of_seq) {
-      const In<decltype(t)> from{static_cast<const decltype(t)*>(data) + batch * of_batch + position * of_seq};
+    const auto pairs = [&](Pairs<A>& to, const void* data, int64_t batch_stride, int64_t seq_stride) {
+      const In<decltype(t)> from{static_cast<const decltype(t)*>(data) + batch * batch_stride + position * seq_stride};
       if (a.tables_interleaved()) split(to, from, 2 * first, count);
       else copy(to, from, first, a.half_tables ? 0 : a.rotary_dim / 2, count);
     };
@@ -96,7 +96,7 @@ template <bool Interleaved, class T, class A>
 
 // Returns whether the output is large and every vector of every head aligned, so that stores may bypass the caches.
 bool heads_stream(const Rope& a, const RopeHeads& heads) {
-  const int64_t size = size_of(a.dtype), half = a.rotary_dim / 2;
+  const int64_t size = dtype_bytes(a.dtype), half = a.rotary_dim / 2;
   const MutableRows rows{heads.out, heads.out_head, a.dtype};
   return streams(rows, a.batch * a.seq * heads.heads, a.head_dim) && heads.out_seq * size % vector_bytes == 0 &&
          heads.out_batch * size % vector_bytes == 0 && half * size % vector_bytes == 0;
@@ -126,8 +126,8 @@ template <bool Interleaved, class T, class A> void run_positions(const Rope& a, 
 template <> void run(const Rope& a, int64_t begin, int64_t end) {
   dispatch(a.dtype, [&](auto t) {
     using T = decltype(t);
-    if (a.in_interleaved || a.out_interleaved) run_positions<true, T, accumulator_of<T>>(a, begin, end);
-    else run_positions<false, T, accumulator_of<T>>(a, begin, end);
+    if (a.in_interleaved || a.out_interleaved) run_positions<true, T, accumulator_type<T>>(a, begin, end);
+    else run_positions<false, T, accumulator_type<T>>(a, begin, end);
   });
 }
 

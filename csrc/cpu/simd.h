@@ -12,10 +12,10 @@
 //                                 store. Lanes past the end are loaded as 0 and not stored
 //   sum_columns<A, N>(cols, f)    N sums at once of the terms[N] that f(j, n, terms) computes; fixed order, in groups
 //   max_columns<A>(cols, f)       the largest of all f(j, n); ignores NaN (a sum of exponentials does not)
-//   only(n, v, other)             v in lanes before the end of the row, `other` in lanes past it
+//   masked(n, v, other)           v in lanes before the end of the row, `other` in lanes past it
 //   round_to(out, v), round_as<T>(v)   v after a store to `out` (as T) and a load
 //   Math<A>                       exp, tanh, normal_cdf on vec<A>, for math/*.h; and scalar log, exp, sqrt
-//   dispatch(dtype, f)            calls f(T{}); accumulator_of<T> is the compute type A of T
+//   dispatch(dtype, f)            calls f(T{}); accumulator_type<T> is the compute type A of T
 //   dispatch_same({dtypes…}, f)   calls f(T{}, A{}), with T = any when the dtypes differ
 //   with_param<T>(vector, fill, f)   calls f(In<…>) for a parameter of dtype T or another dtype, or absent (all `fill`)
 //   streams(out, rows, cols)      whether stores to `out` should bypass the caches. Pass it to row<T>(out, i, …), and end the
@@ -92,18 +92,19 @@ template <> struct Out<any> {
 };
 
 template <class T> LIGER_INLINE In<T> row(const Rows& rows, int64_t i) {
-  if constexpr (std::is_same_v<T, any>) return {static_cast<const char*>(rows.data) + i * rows.stride * size_of(rows.dtype), rows.dtype};
+  if constexpr (std::is_same_v<T, any>)
+    return {static_cast<const char*>(rows.data) + i * rows.stride * dtype_bytes(rows.dtype), rows.dtype};
   else return {static_cast<const T*>(rows.data) + i * rows.stride};
 }
 template <class T> LIGER_INLINE Out<T> row(const MutableRows& rows, int64_t i, bool stream = false) {
-  if constexpr (std::is_same_v<T, any>) return {static_cast<char*>(rows.data) + i * rows.stride * size_of(rows.dtype), rows.dtype};
+  if constexpr (std::is_same_v<T, any>) return {static_cast<char*>(rows.data) + i * rows.stride * dtype_bytes(rows.dtype), rows.dtype};
   else return {static_cast<T*>(rows.data) + i * rows.stride, stream};
 }
 template <class T> LIGER_INLINE In<T> param(const Vector& v) { return row<T>(Rows{v.data, 0, v.dtype}, 0); }
 template <class T> LIGER_INLINE Out<T> param(const MutableVector& v) { return row<T>(MutableRows{v.data, 0, v.dtype}, 0); }
 
 template <class A, class T, class N> LIGER_INLINE vec<A> load(const T* from, N n) {
-  using V = vector<bits_of<T>, lanes<A>>;
+  using V = vector<bits_type<T>, lanes<A>>;
   if constexpr (std::is_same_v<N, Whole>) return decode<A, T>(load_bytes<V>(from));
   else {
     V v{};
@@ -155,7 +156,7 @@ template <class T, class N> LIGER_INLINE void store(const Out<T>& out, int64_t j
 
 // Stores past the caches are faster if the output does not fit the caches. Every whole vector has to be aligned.
 LIGER_INLINE bool streams(const MutableRows& out, int64_t rows, int64_t cols) {
-  const int64_t element = size_of(out.dtype);
+  const int64_t element = dtype_bytes(out.dtype);
   return rows * cols * element > last_level_cache_bytes() && reinterpret_cast<uintptr_t>(out.data) % vector_bytes == 0 &&
          (rows == 1 || out.stride * element % vector_bytes == 0);
 }
@@ -177,7 +178,7 @@ template <class A, class T> LIGER_INLINE vec<A> round_to(const Out<T>& like, vec
 template <class T, class F> LIGER_INLINE void with_param(const Vector& v, double fill, F&& f) {
   if (v.data == nullptr) return f(In<constant>{fill});
   if constexpr (!std::is_same_v<T, any>)
-    if (v.dtype == dtype_of<T>) return f(param<T>(v));
+    if (v.dtype == dtype_constant<T>) return f(param<T>(v));
   f(param<any>(v));
 }
 
@@ -190,8 +191,8 @@ template <class A, class F> LIGER_INLINE void columns(int64_t begin, int64_t end
 }
 template <class A, class F> LIGER_INLINE void columns(int64_t cols, F&& f) { columns<A>(0, cols, f); }
 
-template <class A> LIGER_INLINE vec<A> only(Whole, vec<A> v, A) { return v; }
-template <class A> LIGER_INLINE vec<A> only(Part n, vec<A> v, A other) {
+template <class A> LIGER_INLINE vec<A> masked(Whole, vec<A> v, A) { return v; }
+template <class A> LIGER_INLINE vec<A> masked(Part n, vec<A> v, A other) {
   for (int i = 0; i < lanes<A>; ++i) v[i] = i < n.n ? v[i] : other;
   return v;
 }
@@ -264,7 +265,7 @@ LIGER_INLINE Results<A, N> reduce_columns(int64_t cols, A neutral, Combine combi
   columns<A>(j, cols, [&](int64_t at, auto n) {
     vec<A> terms[N];
     f(at, n, terms);
-    for (int i = 0; i < N; ++i) total[i] = combine(total[i], only<A>(n, terms[i], neutral));
+    for (int i = 0; i < N; ++i) total[i] = combine(total[i], masked<A>(n, terms[i], neutral));
   });
   Results<A, N> out;
   for (int i = 0; i < N; ++i) out.value[i] = fold<A, lanes<A>>(total[i], combine);

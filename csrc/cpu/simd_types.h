@@ -22,10 +22,10 @@ constexpr int vector_bytes = 32;
 constexpr int vector_bytes = 16;
 #endif
 
-template <class T, int N> struct VectorOf {
+template <class T, int N> struct VectorType {
   typedef T type __attribute__((vector_size(sizeof(T) * N)));
 };
-template <class T, int N> using vector = typename VectorOf<T, N>::type;
+template <class T, int N> using vector = typename VectorType<T, N>::type;
 
 template <class A> constexpr int lanes = vector_bytes / int(sizeof(A));
 template <class A> using vec = vector<A, lanes<A>>;
@@ -40,11 +40,11 @@ struct any {};       // an element type known at run time only
 struct constant {};  // no memory at all: every element is one value
 
 template <class T>
-constexpr Dtype dtype_of = std::is_same_v<T, float>  ? Dtype::f32
-                           : std::is_same_v<T, bf16> ? Dtype::bf16
-                           : std::is_same_v<T, f16>  ? Dtype::f16
-                                                     : Dtype::f64;
-template <class T> using accumulator_of = std::conditional_t<std::is_same_v<T, double>, double, float>;
+constexpr Dtype dtype_constant = std::is_same_v<T, float>  ? Dtype::f32
+                                 : std::is_same_v<T, bf16> ? Dtype::bf16
+                                 : std::is_same_v<T, f16>  ? Dtype::f16
+                                                           : Dtype::f64;
+template <class T> using accumulator_type = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 template <class To, class From> LIGER_INLINE To bit_cast(const From& from) {
   static_assert(sizeof(To) == sizeof(From));
@@ -142,15 +142,15 @@ template <int N> LIGER_INLINE vector<uint16_t, N> float_to_half(vector<float, N>
 }
 
 // Element type T in memory: its bits as a vector, and the conversions from and to A.
-template <class T> using bits_of = std::conditional_t<sizeof(T) == 2, uint16_t, T>;
-template <class A, class T> LIGER_INLINE vec<A> decode(vector<bits_of<T>, lanes<A>> v) {
+template <class T> using bits_type = std::conditional_t<sizeof(T) == 2, uint16_t, T>;
+template <class A, class T> LIGER_INLINE vec<A> decode(vector<bits_type<T>, lanes<A>> v) {
   constexpr int N = lanes<A>;
   if constexpr (std::is_same_v<T, A>) return v;
   else if constexpr (std::is_same_v<T, bf16>) return __builtin_convertvector(bf16_to_float<N>(v), vec<A>);
   else if constexpr (std::is_same_v<T, f16>) return __builtin_convertvector(half_to_float<N>(v), vec<A>);
   else return __builtin_convertvector(v, vec<A>);
 }
-template <class A, class T> LIGER_INLINE vector<bits_of<T>, lanes<A>> encode(vec<A> v) {
+template <class A, class T> LIGER_INLINE vector<bits_type<T>, lanes<A>> encode(vec<A> v) {
   constexpr int N = lanes<A>;
   if constexpr (std::is_same_v<T, A>) return v;
   else if constexpr (std::is_same_v<T, bf16>) return float_to_bf16<N>(__builtin_convertvector(v, vector<float, N>));

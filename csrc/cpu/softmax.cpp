@@ -50,11 +50,11 @@ template <class T, class A> [[gnu::flatten]] void backward(const SoftmaxBackward
 }  // namespace
 
 template <> void run(const SoftmaxForward& a, int64_t begin, int64_t end) {
-  dispatch(a.x.dtype, [&](auto t) { forward<decltype(t), accumulator_of<decltype(t)>>(a, begin, end); });
+  dispatch(a.x.dtype, [&](auto t) { forward<decltype(t), accumulator_type<decltype(t)>>(a, begin, end); });
 }
 
 template <> void run(const SoftmaxBackward& a, int64_t begin, int64_t end) {
-  dispatch(a.y.dtype, [&](auto t) { backward<decltype(t), accumulator_of<decltype(t)>>(a, begin, end); });
+  dispatch(a.y.dtype, [&](auto t) { backward<decltype(t), accumulator_type<decltype(t)>>(a, begin, end); });
 }
 
 }  // namespace liger::cpu::LIGER_ISA

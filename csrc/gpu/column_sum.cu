@@ -19,8 +19,8 @@ struct SumColumns {
   static constexpr int max_threads = launch::sum_columns_kernel.instance().max_threads,
                        in_flight = 8;  // loads in flight per thread: most threads have no more rows
   static LIGER_DEVICE void run(const Args& a) {
-    const int width = a.width, lane = thread_id() & (width - 1), group = thread_id() >> log2_of(width),
-              groups = block_threads() >> log2_of(width);
+    const int width = a.width, lane = thread_id() & (width - 1), group = thread_id() >> highest_bit(width),
+              groups = block_threads() >> highest_bit(width);
     const bool second = block_id() >= a.first_blocks;
     const ColumnTotal& total = second ? a.totals.second : a.totals.first;
     const int64_t col = (block_id() - (second ? a.first_blocks : 0)) * width + lane;
@@ -62,9 +62,9 @@ void sum_columns(const PartialSums& partial, ColumnTotals totals, Stream stream)
   for (ColumnTotal* total : {&totals.first, &totals.second})
     if (total->out.data == nullptr) total->cols = 0;
   if (totals.first.cols + totals.second.cols == 0) return;
-  const launch::Launch made = launch::sum_columns(device_profile(stream.device), partial.rows, totals.first.cols, totals.second.cols);
-  const int width = made.plan.threads_per_row;
-  launch<SumColumns>(made, {partial, totals, launch::ceil_div(totals.first.cols, width), width}, stream);
+  const launch::Launch config = launch::sum_columns(device_profile(stream.device), partial.rows, totals.first.cols, totals.second.cols);
+  const int width = config.plan.threads_per_row;
+  launch<SumColumns>(config, {partial, totals, launch::ceil_div(totals.first.cols, width), width}, stream);
 }
 
 }  // namespace liger::gpu

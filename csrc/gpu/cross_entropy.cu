@@ -31,27 +31,27 @@ template <class T, int N, bool Full, int Threads> struct Forward {
   static LIGER_DEVICE void run(const Args& args) {
     const LogitRows& a = args.rows;
     let_next_kernel_start();
-    RowGroupOf<Threads, false> group(a.threads_per_row);
+    BasicRowGroup<Threads, false> group(a.threads_per_row);
     const LogitRow<T, Full> row(a, group.first_row(), group.index == 0, true);
-    const RowWalk<T, N> own(row.valid ? a.vocab : 0, group, row.valid ? unaligned_head<N>(row.data, a.vocab) : 0);
+    const RowWalk<T, N> columns(row.valid ? a.vocab : 0, group, row.valid ? unaligned_head<N>(row.data, a.vocab) : 0);
     const bool want_best = Full && args.out.want_best();
 
     RowStatistics<T, Full> statistics(row.anchor(a));
-    own.template walk<launch::logits_in_flight(Full)>([&](auto& raw, int, int column) { load<Hint::stream>(raw, row.data + column); },
-                                                      [&](const auto& raw, int, int column) {
-                                                        float x[N];
-                                                        widen(x, raw);
-                                                        statistics.add(a, x, column, want_best);
-                                                      });
-    if (own.single >= 0) {
-      float x[1] = {to_float(row.data[own.single])};
-      statistics.add(a, x, own.single, want_best);
+    columns.template walk<launch::logits_in_flight(Full)>([&](auto& raw, int, int column) { load<Hint::stream>(raw, row.data + column); },
+                                                          [&](const auto& raw, int, int column) {
+                                                            float x[N];
+                                                            widen(x, raw);
+                                                            statistics.add(a, x, column, want_best);
+                                                          });
+    if (columns.single >= 0) {
+      float x[1] = {to_float(row.data[columns.single])};
+      statistics.add(a, x, columns.single, want_best);
     }
     statistics.merge(group);
     wait_for_previous_kernel();  // it writes the counts
     if (group.index == 0 && row.live) {
       const float log_sum = statistics.log_sum();
-      write_losses(a, args.out, row, statistics.weighted, statistics.best_column, LogSumExp::of<T>(statistics, log_sum),
+      write_losses(a, args.out, row, statistics.weighted, statistics.best_column, LogSumExp::compute<T>(statistics, log_sum),
                    statistics.base() - row.target_logit(a) + log_sum);
     }
   }
@@ -90,7 +90,7 @@ template <class T, int N, bool Full, bool Tokens> struct Backward {
     T* const out = opaque(static_cast<T*>(args.dlogits.data) + at * args.dlogits.stride);
     part.for_each(
         [&](const auto& logit, int64_t column) {
-          auto g = gradient.template of<Full>(a, logit, int(column), row.target);
+          auto g = gradient.template compute<Full>(a, logit, int(column), row.target);
           if (!row.valid) g = same_value(g, row.ignored ? 0.f : not_a_number());
           store<Hint::stream>(out + column, g);
         },
@@ -103,10 +103,10 @@ template <class T, int N, bool Full, bool Tokens> struct Backward {
 void cross_entropy_forward(const CrossEntropyRows& op, Stream stream) {
   if (op.rows == 0 || op.vocab == 0) return;
   const bool full = launch::is_full(op);
-  const launch::Launch made = launch::launch_of(device_profile(stream.device), op);
-  const ForwardArgs args{logit_rows(op, op.vocab, made.plan, stream), row_outputs(op)};
-  with_logits<launch::cross_entropy_forward_kernel>(made, op.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
-    launch<Forward<T, I.vec, Full, I.threads>>(made, args, stream);
+  const launch::Launch config = launch::op_launch(device_profile(stream.device), op);
+  const ForwardArgs args{logit_rows(op, op.vocab, config.plan, stream), row_outputs(op)};
+  with_logits<launch::cross_entropy_forward_kernel>(config, op.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
+    launch<Forward<T, I.vec, Full, I.threads>>(config, args, stream);
   });
 }
 
@@ -114,16 +114,17 @@ void cross_entropy_backward(const CrossEntropyBackward& op, Stream stream) {
   require(op.dlogits.dtype == op.logits.dtype, op.op, ": the gradient of the logits must have their dtype");
   if (op.rows == 0 || op.vocab == 0) return;
   const bool full = launch::is_full(op);
-  const launch::Launch made = launch::launch_of(device_profile(stream.device), op);
-  const bool tokens = launch::is_of_tokens(op);
+  const launch::Launch config = launch::op_launch(device_profile(stream.device), op);
+  const bool tokens = launch::needs_tokens(op);
   const auto launch_it = [&]<class T, int N, bool Full, bool Tokens>() {
-    launch<Backward<T, N, Full, Tokens>>(made,
-                                         {Tiles(made), logit_rows(op, op.classes.all, made.plan, stream), static_cast<const float*>(op.lse),
-                                          static_cast<const float*>(op.token), static_cast<const float*>(op.mix), op.grad,
-                                          float(op.gradient_scale), op.dlogits, op.classes, op.stored},
-                                         stream);
+    launch<Backward<T, N, Full, Tokens>>(
+        config,
+        {Tiles(config), logit_rows(op, op.classes.all, config.plan, stream), static_cast<const float*>(op.lse),
+         static_cast<const float*>(op.token), static_cast<const float*>(op.mix), op.grad, float(op.gradient_scale), op.dlogits, op.classes,
+         op.stored},
+        stream);
   };
-  with_logits<launch::cross_entropy_backward_kernel>(made, op.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
+  with_logits<launch::cross_entropy_backward_kernel>(config, op.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
     constexpr bool in_place = Full && I.vec > 1;  // log-probabilities: dlogits overwrites the logits, in vectors
     if constexpr (in_place)
       if (tokens) return launch_it.template operator()<T, I.vec, true, true>();

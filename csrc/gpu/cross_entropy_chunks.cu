@@ -23,7 +23,7 @@ template <class T, int N, bool Full, bool Tokens> struct Statistics {
     const LogitRows& a = args.rows;
     RowGroup group(a.threads_per_row);
     const LogitRow<T, Full, Tokens> row(a, args.classes, group.first_row(), group.index == 0, true);
-    const RowWalk<T, N> own(row.valid ? a.vocab : 0, group, row.valid ? unaligned_head<N>(row.data, a.vocab) : 0);
+    const RowWalk<T, N> columns(row.valid ? a.vocab : 0, group, row.valid ? unaligned_head<N>(row.data, a.vocab) : 0);
     const bool want_best = Full && args.best_class != nullptr, weighted = Full && a.class_share != 0 && a.class_weight.data != nullptr;
 
     RowStatistics<T, Full, Tokens> statistics(row.anchor(a), row.over_temperature(a));
@@ -36,15 +36,15 @@ template <class T, int N, bool Full, bool Tokens> struct Statistics {
         for (const float one : w) weights[0] += one;
       }
     };
-    own.template walk<launch::logits_in_flight(Full)>([&](auto& raw, int, int column) { load<Hint::stream>(raw, row.data + column); },
-                                                      [&](const auto& raw, int, int column) {
-                                                        float x[N];
-                                                        widen(x, raw);
-                                                        add(x, column);
-                                                      });
-    if (own.single >= 0) {
-      float x[1] = {to_float(row.data[own.single])};
-      add(x, own.single);
+    columns.template walk<launch::logits_in_flight(Full)>([&](auto& raw, int, int column) { load<Hint::stream>(raw, row.data + column); },
+                                                          [&](const auto& raw, int, int column) {
+                                                            float x[N];
+                                                            widen(x, raw);
+                                                            add(x, column);
+                                                          });
+    if (columns.single >= 0) {
+      float x[1] = {to_float(row.data[columns.single])};
+      add(x, columns.single);
     }
     statistics.merge(group);
     if constexpr (Full) {
@@ -84,15 +84,15 @@ struct Merge {
     const LogitRows& a = args.rows;
     const LogitRow<float, true> row(a, block_id() * block_threads() + thread_id(), true, false);
     if (!row.live) return;
-    const int64_t slots = Slots::slots_of(a.moments);
-    const auto of = [&](int64_t chunk, Slots::Slot slot) { return args.statistics[(chunk * slots + slot) * a.rows + row.row]; };
+    const int64_t slots = Slots::slot_count(a.moments);
+    const auto statistic = [&](int64_t chunk, Slots::Slot slot) { return args.statistics[(chunk * slots + slot) * a.rows + row.row]; };
     float max = minus_infinity(), target = 0, best = minus_infinity();
     int64_t best_class = INT_MAX;
     for (int64_t chunk = 0; chunk < args.chunks; ++chunk) {
-      max = fmaxf(max, of(chunk, Slots::maximum));
-      target += of(chunk, Slots::target);
+      max = fmaxf(max, statistic(chunk, Slots::maximum));
+      target += statistic(chunk, Slots::target);
       if (!args.best_class) continue;
-      const float other = of(chunk, Slots::best);  // NaN is the largest; of equal ones the first class wins
+      const float other = statistic(chunk, Slots::best);  // NaN is the largest; of equal ones the first class wins
       const int64_t at = args.best_class[chunk * a.rows + row.row];
       const bool larger = other > best || (other != other && best == best), equal = other == best || (other != other && best != best);
       if (larger || (equal && at < best_class)) best = other, best_class = at;
@@ -101,18 +101,19 @@ struct Merge {
     const float anchor = a.class_share != 0 && fabsf(target) < __builtin_inff() ? target : 0.f;
     double sum = 0, weighted = 0, moment = 0, squares = 0, total = 0;
     for (int64_t chunk = 0; chunk < args.chunks; ++chunk) {
-      const float distance = of(chunk, Slots::maximum) - largest.base();
-      const double factor = double(expf(distance)), part = double(of(chunk, Slots::sum)) * factor;
+      const float distance = statistic(chunk, Slots::maximum) - largest.base();
+      const double factor = double(expf(distance)), part = double(statistic(chunk, Slots::sum)) * factor;
       sum += part;
-      weighted += of(chunk, Slots::weighted) + double(of(chunk, Slots::anchor) - anchor) * double(of(chunk, Slots::weights));
+      weighted +=
+          statistic(chunk, Slots::weighted) + double(statistic(chunk, Slots::anchor) - anchor) * double(statistic(chunk, Slots::weights));
       if (!a.moments) continue;
-      if (part != 0) moment += factor * double(of(chunk, Slots::moment)) + double(distance) * part;
-      squares += factor * factor * double(of(chunk, Slots::squares));
-      total += double(of(chunk, Slots::total));
+      if (part != 0) moment += factor * double(statistic(chunk, Slots::moment)) + double(distance) * part;
+      squares += factor * factor * double(statistic(chunk, Slots::squares));
+      total += double(statistic(chunk, Slots::total));
     }
     const Exponentials merged{max, float(sum)};
     const float log_sum = merged.log_sum(), negative_log = merged.base() - target + log_sum;
-    write_losses(a, args.out, row, float(weighted), best_class, LogSumExp::of<float>(merged, log_sum), negative_log);
+    write_losses(a, args.out, row, float(weighted), best_class, LogSumExp::compute<float>(merged, log_sum), negative_log);
     if (args.token) args.token[row.row] = row_token<float>(a, negative_log);
     if (a.moments)
       args.out.write_moments(row, log_sum - float(moment / sum), float(total / double(a.vocab)), logf(float(squares)) - 2 * log_sum);
@@ -125,26 +126,27 @@ void cross_entropy_statistics(const CrossEntropyStatistics& op, Stream stream) {
   const CrossEntropyRows& row = op.row;
   if (row.rows == 0) return;
   const bool full = launch::is_full(op);
-  const launch::Launch made = launch::launch_of(device_profile(stream.device), op);
-  with_logits<launch::statistics_kernel>(made, row.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
-    LogitRows rows = logit_rows(row, op.classes.all, made.plan, stream);
+  const launch::Launch config = launch::op_launch(device_profile(stream.device), op);
+  with_logits<launch::statistics_kernel>(config, row.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
+    LogitRows rows = logit_rows(row, op.classes.all, config.plan, stream);
     rows.moments = op.moments;
     const auto launch_it = [&]<bool Tokens>() {
-      launch<Statistics<T, I.vec, Full || Tokens, Tokens>>(made, {rows, op.classes, static_cast<float*>(op.statistics), op.best_class},
+      launch<Statistics<T, I.vec, Full || Tokens, Tokens>>(config, {rows, op.classes, static_cast<float*>(op.statistics), op.best_class},
                                                            stream);
     };
-    if (Full && launch::is_of_tokens(op)) launch_it.template operator()<true>();
+    if (Full && launch::needs_tokens(op)) launch_it.template operator()<true>();
     else launch_it.template operator()<false>();
   });
 }
 
 void cross_entropy_merge(const CrossEntropyMerge& op, Stream stream) {
   if (op.row.rows == 0) return;
-  const launch::Launch made = launch::launch_of(device_profile(stream.device), op);
-  LogitRows rows = logit_rows(op.row, op.row.vocab, made.plan, stream);
+  const launch::Launch config = launch::op_launch(device_profile(stream.device), op);
+  LogitRows rows = logit_rows(op.row, op.row.vocab, config.plan, stream);
   rows.moments = op.row.moments();
   launch<Merge>(
-      made, {rows, row_outputs(op.row), op.chunks, static_cast<const float*>(op.statistics), op.best_class, static_cast<float*>(op.token)},
+      config,
+      {rows, row_outputs(op.row), op.chunks, static_cast<const float*>(op.statistics), op.best_class, static_cast<float*>(op.token)},
       stream);
 }
 

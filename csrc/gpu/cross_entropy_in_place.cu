@@ -28,25 +28,25 @@ template <class T, int N, bool Full> struct InPlace {
     const LogitRows& a = args.rows;
     RowGroup group(a.threads_per_row);
     const LogitRow<T, Full> row(a, group.first_row(), group.index == 0, true);
-    const RowWalk<T, N> own(row.valid ? a.vocab : 0, group);
+    const RowWalk<T, N> columns(row.valid ? a.vocab : 0, group);
     const LossGradients grad(a, args.gradient_scale);
     const bool want_best = Full && args.out.want_best();
     Shared<Packed<T, N>> stash = shared<Packed<T, N>>(args.shared_offset) + thread_id();
     const int slots = args.slots, pitch = block_threads();
 
     RowStatistics<T, Full> statistics(row.anchor(a));
-    own.template walk<launch::logits_in_flight(Full)>([&](auto& raw, int, int column) { load(raw, row.data + column); },
-                                                      [&](const auto& raw, int slot, int column) {
-                                                        if (slot < slots) stash[slot * pitch] = raw;
-                                                        float x[N];
-                                                        widen(x, raw);
-                                                        statistics.template add<N, true>(a, x, column, want_best);
-                                                      });
+    columns.template walk<launch::logits_in_flight(Full)>([&](auto& raw, int, int column) { load(raw, row.data + column); },
+                                                          [&](const auto& raw, int slot, int column) {
+                                                            if (slot < slots) stash[slot * pitch] = raw;
+                                                            float x[N];
+                                                            widen(x, raw);
+                                                            statistics.template add<N, true>(a, x, column, want_best);
+                                                          });
     Packed<T, 1> last{};
-    if (own.single >= 0) {
-      load(last, row.data + own.single);
+    if (columns.single >= 0) {
+      load(last, row.data + columns.single);
       float x[1] = {last[0]};
-      statistics.add(a, x, own.single, want_best);
+      statistics.add(a, x, columns.single, want_best);
     }
     statistics.merge(group);
     warp_barrier();  // every thread of the row has read the target's logit before the first gradient is written
@@ -62,12 +62,12 @@ template <class T, int N, bool Full> struct InPlace {
     const RowGradient<T> gradient(a, row, statistics.base(), 0.f, 1 / statistics.sum, lse.high, row_token<T>(a, negative_log), grad.ce,
                                   grad.z);
     auto write = [&](const auto& raw, int, int column) {
-      store<Hint::stream>(out + column, gradient.template of<Full>(a, raw, column, row.target));
+      store<Hint::stream>(out + column, gradient.template compute<Full>(a, raw, column, row.target));
     };
-    own.template walk<1>(0, slots, [&](auto& raw, int slot, int) { raw = stash[slot * pitch]; }, write);
-    own.template walk<launch::logits_in_flight(Full)>(
-        slots, own.slots(), [&](auto& raw, int, int column) { load<Hint::in_place>(raw, row.data + column); }, write);
-    if (own.single >= 0) store(out + own.single, gradient.template of<Full>(a, last, own.single, row.target));
+    columns.template walk<1>(0, slots, [&](auto& raw, int slot, int) { raw = stash[slot * pitch]; }, write);
+    columns.template walk<launch::logits_in_flight(Full)>(
+        slots, columns.slots(), [&](auto& raw, int, int column) { load<Hint::in_place>(raw, row.data + column); }, write);
+    if (columns.single >= 0) store(out + columns.single, gradient.template compute<Full>(a, last, columns.single, row.target));
   }
 };
 
@@ -79,11 +79,11 @@ template <class T, int N, int K, bool Full, bool Chunked> struct InPlaceHeld {
 
   static LIGER_DEVICE void run(const Args& args) {
     const LogitRows& a = args.rows;
-    RowGroupOf<0, true> group(a.threads_per_row);
+    BasicRowGroup<0, true> group(a.threads_per_row);
     const bool first = group.index == 0;
     const int at = int(group.first_row()), cols = args.columns();
     const auto logits = args.template logits<T>(at);
-    HeldLogits<T, N, K, decltype(logits)> held(logits, group, is_wanted(args, at) ? cols : 0, args.shared_offset);
+    HeldLogits<T, N, K, decltype(logits)> held(logits, group, should_load(args, at) ? cols : 0, args.shared_offset);
     const LogitRow<T, Full> row(a, at, first, false);
     if (row.valid) held.load_single(group, cols);
     // Only the thread that owns the target's column loads and overwrites the target's logit by itself; it also writes the losses.
@@ -95,7 +95,7 @@ template <class T, int N, int K, bool Full, bool Chunked> struct InPlaceHeld {
     Exponentials exponentials;
     HeldOptions<T> options{a};
     if constexpr (Full) options.take(held, exponentials);
-    else exponentials = exponentials_of<T>(held);
+    else exponentials = thread_exponentials<T>(held);
     exponentials.merge<bf16>(group);  // bf16 for fp32 logits, too: it selects the fast exponential
     float target_logit = raw_target[0];
     if constexpr (Full) {
@@ -106,10 +106,10 @@ template <class T, int N, int K, bool Full, bool Chunked> struct InPlaceHeld {
     if constexpr (Chunked) {
       using Slots = CrossEntropyStatistics;
       if (args.others && row.valid) {
-        const auto of = [&](Slots::Slot slot) { return args.others[slot * a.rows + at]; };
-        exponentials.join<bf16>({of(Slots::maximum), of(Slots::sum)});
+        const auto statistic = [&](Slots::Slot slot) { return args.others[slot * a.rows + at]; };
+        exponentials.join<bf16>({statistic(Slots::maximum), statistic(Slots::sum)});
         if (row.target >= cols) {
-          target_logit = of(Slots::target);
+          target_logit = statistic(Slots::target);
           writes = first;
         }
       }
@@ -125,7 +125,7 @@ template <class T, int N, int K, bool Full, bool Chunked> struct InPlaceHeld {
                                   grad.z);
     if constexpr (Full) options.replace(held, gradient);
     else replace_by_probabilities(held, gradient.exp, gradient.scale, log2_e);
-    if (has_target) store(logits.from(row.target)(0), gradient.template of<Full>(a, raw_target, row.target, row.target));
+    if (has_target) store(logits.from(row.target)(0), gradient.template compute<Full>(a, raw_target, row.target, row.target));
   }
 };
 
@@ -135,36 +135,36 @@ void cross_entropy_in_place(const CrossEntropyInPlace& op, Stream stream) {
   const CrossEntropyRows& row = op.row;
   if (row.rows == 0 || row.vocab == 0) return;
   const bool full = launch::is_full(row);
-  const launch::Launch made = launch::launch_of(device_profile(stream.device), op);
-  const InPlaceArgs common = in_place_args(row, row.vocab, op.gradient_scale, made, stream);
-  if (made.is(launch::in_place_kernel)) {
-    const SlotArgs args{common, made.plan.slots};
+  const launch::Launch config = launch::op_launch(device_profile(stream.device), op);
+  const InPlaceArgs common = in_place_args(row, row.vocab, op.gradient_scale, config, stream);
+  if (config.is(launch::in_place_kernel)) {
+    const SlotArgs args{common, config.plan.slots};
     return with_logits<launch::in_place_kernel>(
-        made, row.logits.dtype, full, [&]<class T, bool Full, Instance I>() { launch<InPlace<T, I.vec, Full>>(made, args, stream); });
+        config, row.logits.dtype, full, [&]<class T, bool Full, Instance I>() { launch<InPlace<T, I.vec, Full>>(config, args, stream); });
   }
-  const HeldArgs args{common, load_at_once_from(op.batch_rows)};
+  const HeldArgs args{common, min_valid_targets(op.batch_rows)};
   dispatch(row.logits.dtype, [&](auto tag) {
     using T = decltype(tag);
-    constexpr auto whole = [](const Instance& of) { return fits<T>(of) && of.k != launch::held_of_chunks; };
+    constexpr auto whole = [](const Instance& instance) { return fits<T>(instance) && instance.k != launch::held_with_chunks; };
     with_instance<launch::in_place_held, whole>(
-        made, [&]<Instance I>() { launch<InPlaceHeld<T, I.vec, I.k, I.k == launch::held_of_full, false>>(made, args, stream); });
+        config, [&]<Instance I>() { launch<InPlaceHeld<T, I.vec, I.k, I.k == launch::held_with_options, false>>(config, args, stream); });
   });
 }
 
 bool cross_entropy_takes_chunks(const CrossEntropyInChunks& op, Stream stream) {
-  return launch::launch_of(device_profile(stream.device), op).has_value();
+  return launch::op_launch(device_profile(stream.device), op).has_value();
 }
 
 void cross_entropy_in_chunks(const CrossEntropyInChunks& op, Stream stream) {
-  const launch::Launch made = launch::launch_of(device_profile(stream.device), op).value();
-  if (made.is(launch::in_place_tokens)) return log_probs_in_place(op, made, stream);
-  const HeldChunksArgs args = held_chunks_args(op, made, stream);
+  const launch::Launch config = launch::op_launch(device_profile(stream.device), op).value();
+  if (config.is(launch::in_place_tokens)) return log_probs_in_place(op, config, stream);
+  const HeldChunksArgs args = held_chunks_args(op, config, stream);
   dispatch(op.row.logits.dtype, [&](auto tag) {
     using T = decltype(tag);
-    constexpr auto in_chunks = [](const Instance& of) { return fits<T>(of) && of.k == launch::held_of_chunks; };
+    constexpr auto in_chunks = [](const Instance& instance) { return fits<T>(instance) && instance.k == launch::held_with_chunks; };
     if constexpr (sizeof(T) == 2)
       with_instance<launch::in_place_held, in_chunks>(
-          made, [&]<Instance I>() { launch<InPlaceHeld<T, I.vec, I.k, false, true>>(made, args, stream); });
+          config, [&]<Instance I>() { launch<InPlaceHeld<T, I.vec, I.k, false, true>>(config, args, stream); });
   });
 }
 

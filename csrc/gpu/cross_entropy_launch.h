@@ -11,7 +11,7 @@ namespace liger::gpu {
 // also has the error of the logarithm, if log(sum) is so large that this error exceeds the one of an exponential.
 struct LogSumExp {
   float high, low;
-  template <class T> LIGER_DEVICE static LogSumExp of(const Exponentials& row, float log_sum) {
+  template <class T> LIGER_DEVICE static LogSumExp compute(const Exponentials& row, float log_sum) {
     const float base = row.base(), high = base + log_sum, part = high - base;
     float low = (base - (high - part)) + (log_sum - part);
     if (sizeof(T) == 4 && log_sum > 2) low += fmaf(row.sum, expf(-log_sum), -1.f);
@@ -72,7 +72,7 @@ LIGER_DEVICE void write_losses(const LogitRows& a, const RowOutputs& out, const 
   out.write(row, ce, z, lse.high, lse.low, best);
 }
 
-template <class Op> const void* temperature_of(const Op& op) {
+template <class Op> const void* temperature_data(const Op& op) {
   if constexpr (requires { op.temperature; }) return op.temperature;
   else return nullptr;
 }
@@ -96,7 +96,7 @@ template <class Op> LogitRows logit_rows(const Op& op, int64_t classes, const la
           float(o.lse_square_scale),
           float(o.softcap),
           o.softcap == 0 ? 0.f : float(o.logit_scale / o.softcap),
-          static_cast<const float*>(temperature_of(op)),
+          static_cast<const float*>(temperature_data(op)),
           float(o.logit_scale),
           o.token_scaling,
           false,
@@ -116,14 +116,16 @@ inline RowOutputs row_outputs(const CrossEntropyRows& op) {
           static_cast<float*>(op.log_sum_sq)};
 }
 
-template <class T, bool Full> constexpr bool logits_fit(const launch::Instance& of) { return fits<T>(of) && launch::logits_have(Full, of); }
+template <class T, bool Full> constexpr bool logits_fit(const launch::Instance& instance) {
+  return fits<T>(instance) && launch::compiled_for_options(Full, instance);
+}
 // Calls f.operator()<T, Full, I>() with the type of the logits and the kernel instance of the launch.
-template <const launch::Kernel& Of, class F> void with_logits(const launch::Launch& made, Dtype dtype, bool full, F f) {
+template <const launch::Kernel& KernelTable, class F> void with_logits(const launch::Launch& config, Dtype dtype, bool full, F f) {
   dispatch(dtype, [&](auto tag) {
     using T = decltype(tag);
-    if (full || made.instance.vec == 1)
-      with_instance<Of, logits_fit<T, true>>(made, [&]<Instance I>() { f.template operator()<T, true, I>(); });
-    else with_instance<Of, logits_fit<T, false>>(made, [&]<Instance I>() { f.template operator()<T, false, I>(); });
+    if (full || config.instance.vec == 1)
+      with_instance<KernelTable, logits_fit<T, true>>(config, [&]<Instance I>() { f.template operator()<T, true, I>(); });
+    else with_instance<KernelTable, logits_fit<T, false>>(config, [&]<Instance I>() { f.template operator()<T, false, I>(); });
   });
 }
 

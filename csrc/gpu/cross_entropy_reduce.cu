@@ -18,7 +18,7 @@ using Counts = CrossEntropyCounts;
 
 // Sums N values over the block; only thread 0 has the result.
 template <int N> LIGER_DEVICE void block_sum(double (&v)[N]) {
-  const Shared<double> of_warps = shared<double>(0);
+  const Shared<double> warp_sums = shared<double>(0);
   const auto over_warp = [&] {
 #pragma unroll 1
     for (int mask = warp_width() / 2; mask > 0; mask /= 2)
@@ -29,11 +29,11 @@ template <int N> LIGER_DEVICE void block_sum(double (&v)[N]) {
   block_barrier();  // all threads have read the shared memory of an earlier sum
   if (lane_id() == 0)
 #pragma unroll
-    for (int i = 0; i < N; ++i) of_warps[i * 32 + warp_id()] = v[i];
+    for (int i = 0; i < N; ++i) warp_sums[i * 32 + warp_id()] = v[i];
   block_barrier();
   if (warp_id() > 0) return;
 #pragma unroll
-  for (int i = 0; i < N; ++i) v[i] = lane_id() < block_threads() / warp_width() ? of_warps[i * 32 + lane_id()] : 0;
+  for (int i = 0; i < N; ++i) v[i] = lane_id() < block_threads() / warp_width() ? warp_sums[i * 32 + lane_id()] : 0;
   over_warp();
 }
 
@@ -184,7 +184,7 @@ struct AddLosses {
   }
 };
 
-CountTargets::Args args_of(const CrossEntropyCounts& op) {
+CountTargets::Args count_arguments(const CrossEntropyCounts& op) {
   return {op.rows,
           op.vocab,
           op.target,
@@ -198,21 +198,21 @@ CountTargets::Args args_of(const CrossEntropyCounts& op) {
 }  // namespace
 
 void cross_entropy_counts(const CrossEntropyCounts& op, Stream stream) {
-  launch<CountTargets>(launch::launch_of(device_profile(stream.device), op), args_of(op), stream);
+  launch<CountTargets>(launch::op_launch(device_profile(stream.device), op), count_arguments(op), stream);
 }
 
 void cross_entropy_reduce(const CrossEntropyReduce& op, Stream stream) {
-  const launch::Launch made = launch::launch_of(device_profile(stream.device), op);
+  const launch::Launch config = launch::op_launch(device_profile(stream.device), op);
   const auto *ce = static_cast<const float*>(op.ce), *z = static_cast<const float*>(op.z);
   auto *loss = static_cast<float*>(op.loss), *z_loss = static_cast<float*>(op.z_loss);
   if (op.reduction == Reduction::none) {
     if (op.counting) cross_entropy_counts(*op.counting, stream);
-    if (op.rows > 0) launch<AddLosses>(made, {op.rows, ce, z, loss, z_loss}, stream);
+    if (op.rows > 0) launch<AddLosses>(config, {op.rows, ce, z, loss, z_loss}, stream);
     return;
   }
   CountTargets::Args counting{.rows = op.rows, .counts = const_cast<float*>(static_cast<const float*>(op.counts))};
-  if (op.counting) counting = args_of(*op.counting);
-  launch<SumLosses>(made, {counting, op.counting != nullptr, ce, z, op.accuracy, loss, z_loss, op.token_accuracy}, stream);
+  if (op.counting) counting = count_arguments(*op.counting);
+  launch<SumLosses>(config, {counting, op.counting != nullptr, ce, z, op.accuracy, loss, z_loss, op.token_accuracy}, stream);
 }
 
 }  // namespace liger::gpu

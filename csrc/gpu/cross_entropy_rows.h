@@ -55,20 +55,21 @@ template <class T, bool Full, bool Tokens = false> struct LogitRow {
       report_bad_target(a.report, a.first_row + row, wanted, a.vocab);
     }
   }
-  // For a chunk of the vocabulary: the range of classes `of`. `target` becomes a column of the chunk; it lies outside of the chunk's
+  // For a chunk of the vocabulary: the range `classes`. `target` becomes a column of the chunk; it lies outside of the chunk's
   // columns if the chunk lacks the class (here() is false). Then the logit of column 0 is loaded instead, as an anchor.
-  LIGER_DEVICE LogitRow(const LogitRows& a, const Classes& of, int64_t row, bool reports, bool reads_logit) : row(row), live(row < a.rows) {
+  LIGER_DEVICE LogitRow(const LogitRows& a, const Classes& classes, int64_t row, bool reports, bool reads_logit)
+      : row(row), live(row < a.rows) {
     data = opaque(static_cast<const T*>(a.logits) + row * a.stride);
     if (!live) return;
     const int64_t wanted = a.target[row];
     ignored = wanted == a.ignore_index;
-    valid = !ignored && wanted >= 0 && wanted < of.all;
+    valid = !ignored && wanted >= 0 && wanted < classes.all;
     if (valid) {
-      target = int(wanted - of.first);
+      target = int(wanted - classes.first);
       if (reads_logit) raw_logit = data[here(a) ? target : 0];
       if (a.class_weight.data) target_weight = load_one(a.class_weight.data, a.class_weight.dtype, target);
     } else if (!ignored && reports) {
-      report_bad_target(a.report, a.first_row + row, wanted, of.all);
+      report_bad_target(a.report, a.first_row + row, wanted, classes.all);
     }
   }
   LIGER_DEVICE bool here(const LogitRows& a) const { return target >= 0 && target < a.vocab; }
@@ -158,7 +159,7 @@ template <class T, bool Full, bool Tokens = false> struct RowStatistics : Expone
     const bool earlier = !Ascending && column < best_column;
     if constexpr (Full) {
       if (want_best) {
-        const float found = largest_of(x);
+        const float found = largest_element(x);
         if (found > best || (earlier && found == best)) take_best(x, column, [&](float value) { return value == found; });
       }
       if constexpr (Tokens) transform<T>(a, x, over_temperature);
@@ -170,7 +171,7 @@ template <class T, bool Full, bool Tokens = false> struct RowStatistics : Expone
         for (int j = 0; j < N; ++j) weighted += w[j] * (x[j] - anchor);
       }
     }
-    const float top = largest_of(x);
+    const float top = largest_element(x);
     if (top > max + slack) {
       sum += rounded_off;
       rounded_off = 0;
@@ -256,23 +257,23 @@ template <class T, bool Full, bool Tokens = false> struct RowStatistics : Expone
   // the last line converts their unit and subtracts the base's own exponent, which rounding leaves near 0. The bound makes the term of -inf
   // 0.
   template <int N> LIGER_DEVICE void add_moments(const Exp<T>& exp, const float (&x)[N], float& part) {
-    float of_part = 0;
+    float part_moment = 0;
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       const float distance = Exp<T>::in_one_step ? exp.exponent(x[j]) : x[j] - base(), e = exp(x[j]);
       part += e;
-      of_part += e * fmaxf(distance, -1000.f);
+      part_moment += e * fmaxf(distance, -1000.f);
       squares += e * e;
       total += x[j];
     }
-    moment += Exp<T>::in_one_step ? ln_2 * (of_part - exp.exponent(base()) * part) : of_part;
+    moment += Exp<T>::in_one_step ? ln_2 * (part_moment - exp.exponent(base()) * part) : part_moment;
   }
   // Makes the moments relative to another maximum. before: the sum before its multiplication by the factor.
   LIGER_DEVICE void move_moments(float distance, float factor, float before) {
     moment = before != 0 ? factor * (moment + distance * before) : 0.f;
     squares *= factor * factor;
   }
-  template <int N> LIGER_DEVICE static float largest_of(const float (&x)[N]) {
+  template <int N> LIGER_DEVICE static float largest_element(const float (&x)[N]) {
     float largest = x[0];
 #pragma unroll
     for (int j = 1; j < N; ++j) largest = fmaxf(largest, x[j]);
@@ -308,7 +309,7 @@ struct LossGradients {
 // A row's gradient: dx[j] = (scale * exp(x'[j] - base) - hard * [j == target] - soft * w[j]) * dx'[j] / dx[j].
 template <class T, bool Tokens = false> struct RowGradient {
   Exp<T> exp;  // exp(x' - base)
-  float scale, hard, soft, over_temperature, inverse_cap, entropy = 0, lse, of_stored = 0;
+  float scale, hard, soft, over_temperature, inverse_cap, entropy = 0, lse, inverse_stored_factor = 0;
 
   // token: the factor of token scaling; ce and z: the upstream gradients of the row's two losses; over_sum = p / exp(x' - base); low: the
   // rounding error of the base.
@@ -325,19 +326,19 @@ template <class T, bool Tokens = false> struct RowGradient {
     scale *= over_sum * exp.correction(base);
   }
 
-  // Includes the gradient of the entropy, so that of() returns factor * (p[j] * (mix[0] + mix[1] * log(p[j])) - mix[2] * [j == target]) *
-  // dx'[j] / dx[j]. The base must be lse. stored: of() reads factor * (p[j] - [j == target]) instead of logits.
+  // Includes the gradient of the entropy, so that compute() returns factor * (p[j] * (mix[0] + mix[1] * log(p[j])) - mix[2] * [j ==
+  // target]) * dx'[j] / dx[j]. The base must be lse. stored: compute() reads factor * (p[j] - [j == target]) instead of logits.
   LIGER_DEVICE void take(const float* mix, float factor, bool stored) {
-    const float of_exp = stored ? factor : factor * exp.correction(lse);
-    if (stored) of_stored = 1 / factor, lse = mix[3];
-    scale = mix[0] * of_exp, entropy = mix[1] * of_exp, hard = mix[2] * factor, soft = 0;
+    const float exp_scale = stored ? factor : factor * exp.correction(lse);
+    if (stored) inverse_stored_factor = 1 / factor, lse = mix[3];
+    scale = mix[0] * exp_scale, entropy = mix[1] * exp_scale, hard = mix[2] * factor, soft = 0;
   }
 
-  template <bool Full, int N> LIGER_DEVICE Packed<T, N> of(const LogitRows& a, const Packed<T, N>& raw, int column, int target) const {
+  template <bool Full, int N> LIGER_DEVICE Packed<T, N> compute(const LogitRows& a, const Packed<T, N>& raw, int column, int target) const {
     float x[N], g[N];
     widen(x, raw);
     if constexpr (Tokens) {
-      if (of_stored != 0) return of_probabilities(x, column, target);
+      if (inverse_stored_factor != 0) return from_stored(x, column, target);
       transform<T>(a, x, over_temperature);
     } else if (Full && a.softcap != 0) {
       cap<T>(a, x);
@@ -373,17 +374,17 @@ template <class T, bool Tokens = false> struct RowGradient {
 
  private:
   // Here the member lse is the log-probability of the target.
-  template <int N> LIGER_DEVICE Packed<T, N> of_probabilities(float (&x)[N], int column, int target) const {
+  template <int N> LIGER_DEVICE Packed<T, N> from_stored(float (&x)[N], int column, int target) const {
     constexpr float least = 0x1p-126f;  // makes the logarithm of a probability of 0 finite
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      const float p = x[j] * of_stored, bounded = fmaxf(p, least);
+      const float p = x[j] * inverse_stored_factor, bounded = fmaxf(p, least);
       x[j] = p * (scale + entropy * (sizeof(T) == 2 ? ln_2 * fast_log2(bounded) : logf(bounded)));
     }
     if (target >= column && target < column + N) {
-      const float of_target = expf(lse) * (scale + entropy * fmaxf(lse, logf(least))) - hard;
+      const float target_gradient = expf(lse) * (scale + entropy * fmaxf(lse, logf(least))) - hard;
 #pragma unroll
-      for (int j = 0; j < N; ++j) x[j] = column + j == target ? of_target : x[j];
+      for (int j = 0; j < N; ++j) x[j] = column + j == target ? target_gradient : x[j];
     }
     Packed<T, N> out;
     out.set(x);

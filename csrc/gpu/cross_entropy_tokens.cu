@@ -47,7 +47,7 @@ template <class T> struct TokenSums {
 
   // Merges the sums of all threads of the row.
   template <class Group> LIGER_DEVICE void merge(Group& group, bool moments) {
-    const float slope = factor * log2_e, own_max = max, own_sum = sum;
+    const float slope = factor * log2_e, thread_max = max, thread_sum = sum;
     float pair[2] = {max, sum};
     group.reduce(pair, [&](float (&to)[2], const float (&from)[2]) {
       const float smaller = fast_exp2(to[0] == from[0] ? 0.f : -fabsf(to[0] - from[0]) * slope);
@@ -56,8 +56,8 @@ template <class T> struct TokenSums {
     });
     max = pair[0], sum = pair[1];
     if (!moments) return;
-    const float distance = own_max == max ? 0.f : (own_max - max) * slope, smaller = fast_exp2(distance);
-    float sums[2] = {own_sum != 0 ? smaller * (moment + distance * own_sum) : 0.f, squares * smaller * smaller};
+    const float distance = thread_max == max ? 0.f : (thread_max - max) * slope, smaller = fast_exp2(distance);
+    float sums[2] = {thread_sum != 0 ? smaller * (moment + distance * thread_sum) : 0.f, squares * smaller * smaller};
     group.sum(sums);
     moment = sums[0], squares = sums[1];
   }
@@ -68,23 +68,24 @@ struct AllClasses {
   float base, sum, moment, squares, shift;  // moment: in natural units; shift: exp(base of the held sums - base)
 
   template <class T>
-  LIGER_DEVICE explicit AllClasses(const TokenSums<T>& own)
-      : base(own.base() * own.factor), sum(own.sum), moment(ln_2 * own.moment), squares(own.squares), shift(1) {}
-  // Adds the other classes; of(slot): their statistics.
-  template <class F> LIGER_DEVICE void join(float own_max, bool moments, F of) {
-    const float others_max = of(Slots::maximum);
-    const float top = fmaxf(own_max == minus_infinity() ? own_max : base, others_max);
+  LIGER_DEVICE explicit AllClasses(const TokenSums<T>& held)
+      : base(held.base() * held.factor), sum(held.sum), moment(ln_2 * held.moment), squares(held.squares), shift(1) {}
+  // Adds the other classes; statistic(slot): their statistics.
+  template <class F> LIGER_DEVICE void join(float held_max, bool moments, F statistic) {
+    const float others_max = statistic(Slots::maximum);
+    const float top = fmaxf(held_max == minus_infinity() ? held_max : base, others_max);
     const float to = top == minus_infinity() ? 0.f : top;
     const auto distance = [&](float max) { return max == minus_infinity() ? 0.f : max - to; };
-    const float own = distance(own_max == minus_infinity() ? own_max : base), other = distance(others_max), scale = exp_as<bf16>(other);
-    shift = exp_as<bf16>(own);
-    const float others_sum = scale * of(Slots::sum), own_sum = shift * sum;
+    const float held_distance = distance(held_max == minus_infinity() ? held_max : base), other = distance(others_max),
+                scale = exp_as<bf16>(other);
+    shift = exp_as<bf16>(held_distance);
+    const float others_sum = scale * statistic(Slots::sum), held_sum = shift * sum;
     if (moments) {
-      moment = shift * moment + own * own_sum;
-      if (others_sum != 0) moment += scale * of(Slots::moment) + other * others_sum;
-      squares = shift * shift * squares + scale * scale * of(Slots::squares);
+      moment = shift * moment + held_distance * held_sum;
+      if (others_sum != 0) moment += scale * statistic(Slots::moment) + other * others_sum;
+      squares = shift * shift * squares + scale * scale * statistic(Slots::squares);
     }
-    sum = own_sum + others_sum;
+    sum = held_sum + others_sum;
     base = to;
   }
 };
@@ -95,11 +96,11 @@ template <class T, int N, int K> struct InPlaceTokens {
 
   static LIGER_DEVICE void run(const Args& args) {
     const LogitRows& a = args.rows;
-    RowGroupOf<0, true> group(a.threads_per_row);
+    BasicRowGroup<0, true> group(a.threads_per_row);
     const bool first = group.index == 0;
     const int at = int(group.first_row()), cols = args.columns();
     const auto logits = args.template logits<T>(at);
-    HeldLogits<T, N, K, decltype(logits)> held(logits, group, is_wanted(args, at) ? cols : 0, args.shared_offset);
+    HeldLogits<T, N, K, decltype(logits)> held(logits, group, should_load(args, at) ? cols : 0, args.shared_offset);
     const LogitRow<T, true, true> row(a, at, first, false);
     if (row.valid) held.load_single(group, cols);
     // Only the thread that owns the target's column loads and overwrites the target's logit by itself; it also writes the results.
@@ -118,7 +119,7 @@ template <class T, int N, int K> struct InPlaceTokens {
       held.for_each([&](const auto& raw, int) {
         float part = 0;
 #pragma unroll
-        for (int j = 0; j < elements_of<decltype(raw)>; ++j) part += raw[j];
+        for (int j = 0; j < packed_elements<decltype(raw)>; ++j) part += raw[j];
         total[0] += part;
       });
       group.sum(total);
@@ -129,13 +130,13 @@ template <class T, int N, int K> struct InPlaceTokens {
     float below_base = (to_float(raw_target[0]) - sums.base()) * factor;  // the target's logit minus the base of `all`
     bool writes = row.valid ? has_target : first && row.live;
     if (args.others && row.valid) {
-      const auto of = [&](Slots::Slot slot) { return args.others[slot * a.rows + at]; };
+      const auto statistic = [&](Slots::Slot slot) { return args.others[slot * a.rows + at]; };
       const float before = all.base;
-      all.join(sums.max, a.moments, of);
+      all.join(sums.max, a.moments, statistic);
       below_base += before - all.base;
-      if (out.mean) total[0] += of(Slots::total);
+      if (out.mean) total[0] += statistic(Slots::total);
       if (row.target >= cols) {
-        below_base = of(Slots::target) - all.base;
+        below_base = statistic(Slots::target) - all.base;
         writes = first;
       }
     }
@@ -148,10 +149,10 @@ template <class T, int N, int K> struct InPlaceTokens {
     if (!row.valid) return held.fill(row.ignored ? 0.f : not_a_number(), group, cols);
 
     const Exp<T> exp = sums.exponential();
-    const float of_exp = args.gradient_scale * all.shift * exp.correction(sums.base()) / all.sum;
-    replace_by_probabilities(held, exp, of_exp, factor * log2_e);
+    const float exp_scale = args.gradient_scale * all.shift * exp.correction(sums.base()) / all.sum;
+    replace_by_probabilities(held, exp, exp_scale, factor * log2_e);
     if (has_target) {
-      float gradient[1] = {of_exp * exp(raw_target[0]) - args.gradient_scale};
+      float gradient[1] = {exp_scale * exp(raw_target[0]) - args.gradient_scale};
       Packed<T, 1> one;
       one.set(gradient);
       store(logits.from(row.target)(0), one);
@@ -161,14 +162,14 @@ template <class T, int N, int K> struct InPlaceTokens {
 
 }  // namespace
 
-void log_probs_in_place(const CrossEntropyInChunks& op, const launch::Launch& made, Stream stream) {
-  HeldChunksArgs args = held_chunks_args(op, made, stream);
+void log_probs_in_place(const CrossEntropyInChunks& op, const launch::Launch& config, Stream stream) {
+  HeldChunksArgs args = held_chunks_args(op, config, stream);
   args.rows.moments = op.row.moments();
   dispatch(op.row.logits.dtype, [&](auto tag) {
     using T = decltype(tag);
     if constexpr (sizeof(T) == 2)
-      with_instance<launch::in_place_tokens, fits<T>>(made,
-                                                      [&]<Instance I>() { launch<InPlaceTokens<T, I.vec, I.k>>(made, args, stream); });
+      with_instance<launch::in_place_tokens, fits<T>>(config,
+                                                      [&]<Instance I>() { launch<InPlaceTokens<T, I.vec, I.k>>(config, args, stream); });
   });
 }
 

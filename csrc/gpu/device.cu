@@ -37,7 +37,7 @@ void throw_launch_error(int code, const char* what) {
 }
 
 std::string device_failure() {
-  const int code = runtime::standing_error();
+  const int code = runtime::pending_error();
   if (code == 0) return {};
   runtime::clear_last_error();
   return runtime::error_text(code);

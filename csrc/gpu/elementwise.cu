@@ -153,44 +153,47 @@ struct Product {
 
 void scale_cast(const ScaleCast& op, Stream stream) {
   if (op.rows == 0 || op.cols == 0) return;
-  const launch::Launch made = launch::launch_of(device_profile(stream.device), op);
+  const launch::Launch config = launch::op_launch(device_profile(stream.device), op);
   dispatch(op.in.dtype, [&](auto tag) {
-    with_instance<launch::scale_kernel>(made, [&]<Instance I>() {
-      launch<Scale<decltype(tag), I.vec>>(made, {Tiles(made), op.in, op.out, static_cast<const float*>(op.scale), op.row_scale}, stream);
+    with_instance<launch::scale_kernel>(config, [&]<Instance I>() {
+      launch<Scale<decltype(tag), I.vec>>(config, {Tiles(config), op.in, op.out, static_cast<const float*>(op.scale), op.row_scale},
+                                          stream);
     });
   });
 }
 
 void fill_rows(const FillRows& op, Stream stream) {
   if (op.rows == 0 || op.cols == 0) return;
-  const launch::Launch made = launch::launch_of(device_profile(stream.device), op);
+  const launch::Launch config = launch::op_launch(device_profile(stream.device), op);
   dispatch(op.matrix.dtype, [&](auto tag) {
     with_instance<launch::fill_kernel>(
-        made, [&]<Instance I>() { launch<Fill<decltype(tag), I.vec>>(made, {Tiles(made), op.matrix, op.values}, stream); });
+        config, [&]<Instance I>() { launch<Fill<decltype(tag), I.vec>>(config, {Tiles(config), op.matrix, op.values}, stream); });
   });
 }
 
 int64_t column_sum_workspace(const ColumnSum& op, Stream stream) {
-  return launch::column_sum_bytes(launch::launch_of(device_profile(stream.device), op));
+  return launch::column_sum_bytes(launch::op_launch(device_profile(stream.device), op));
 }
 
 void column_sum(const ColumnSum& op, Stream stream) {
   if (op.cols == 0) return;
-  const launch::Launch made = launch::launch_of(device_profile(stream.device), op);
+  const launch::Launch config = launch::op_launch(device_profile(stream.device), op);
   auto* partial = static_cast<float*>(op.workspace);
-  const int64_t parts = made.plan.partial_rows, stride = launch::round_up(op.cols, width);
+  const int64_t parts = config.plan.partial_rows, stride = launch::round_up(op.cols, width);
   dispatch(op.in.dtype, [&](auto tag) {
-    with_instance<launch::partial_columns_kernel>(made, [&]<Instance I>() {
+    with_instance<launch::partial_columns_kernel>(config, [&]<Instance I>() {
       launch<PartialColumns<decltype(tag), I.vec>>(
-          made, {op.rows, op.cols, launch::ceil_div(op.rows, parts), made.plan.grid / parts, op.in, op.row_scale, partial, stride}, stream);
+          config, {op.rows, op.cols, launch::ceil_div(op.rows, parts), config.plan.grid / parts, op.in, op.row_scale, partial, stride},
+          stream);
     });
   });
   sum_columns({partial, parts, stride}, {{0, op.cols, {op.sum, Dtype::f32}, op.accumulate}, {}}, stream);
 }
 
 void scalar_product(const ScalarProduct& op, Stream stream) {
-  const launch::Launch made = launch::launch_of(device_profile(stream.device), op);
-  launch<Product>(made, {op.a, static_cast<const float*>(op.b), float(op.scale), static_cast<float*>(op.out), op.factors, op.rows}, stream);
+  const launch::Launch config = launch::op_launch(device_profile(stream.device), op);
+  launch<Product>(config, {op.a, static_cast<const float*>(op.b), float(op.scale), static_cast<float*>(op.out), op.factors, op.rows},
+                  stream);
 }
 
 }  // namespace liger::gpu

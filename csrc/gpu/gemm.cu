@@ -109,7 +109,7 @@ class ModeGuard {
   bool changed_ = false;
 };
 
-int type_of(Dtype dtype) {
+int blas_type(Dtype dtype) {
   switch (dtype) {
     case Dtype::f32:
       return blas::real_f32;
@@ -140,17 +140,17 @@ int transposition(const Matrix& x) { return x.transposed ? blas::transpose : bla
 class Descriptor {
  public:
   template <class Create, class... Args> Descriptor(blas::LtDestroy destroy, Create create, Args... args) : destroy_(destroy) {
-    if (create(&made_, args...) != 0) made_ = nullptr;
+    if (create(&descriptor_, args...) != 0) descriptor_ = nullptr;
   }
   Descriptor(const Descriptor&) = delete;
   ~Descriptor() {
-    if (made_) destroy_(made_);
+    if (descriptor_) destroy_(descriptor_);
   }
-  operator blas::Descriptor() const { return made_; }
+  operator blas::Descriptor() const { return descriptor_; }
 
  private:
   blas::LtDestroy destroy_;
-  blas::Descriptor made_ = nullptr;
+  blas::Descriptor descriptor_ = nullptr;
 };
 
 uint32_t alignment(const void* data) {
@@ -160,8 +160,8 @@ uint32_t alignment(const void* data) {
 
 // Queues a product of 16-bit matrices with a bias. Returns false if there is no cublasLt, or if it has no algorithm for this product.
 bool gemm_with_bias(const LtLibrary& lt, blas::Handle handle, const Gemm& op, Stream stream) {
-  if (!lt || size_of(op.c_dtype) != 2 || op.k == 0) return false;
-  const int type = type_of(op.c_dtype);
+  if (!lt || dtype_bytes(op.c_dtype) != 2 || op.k == 0) return false;
+  const int type = blas_type(op.c_dtype);
   const auto layout = [&](const Matrix& x, int64_t rows, int64_t cols) {
     return Descriptor(lt.destroy_layout, lt.create_layout, type, uint64_t(x.transposed ? rows : cols), uint64_t(x.transposed ? cols : rows),
                       leading_dimension(x, rows, cols));
@@ -171,8 +171,8 @@ bool gemm_with_bias(const LtLibrary& lt, blas::Handle handle, const Gemm& op, St
                    matmul(lt.destroy_matmul, lt.create_matmul, blas::compute_f32, blas::real_f32),
                    preference(lt.destroy_preference, lt.create_preference);
   if (!a || !b || !c || !matmul || !preference) return false;
-  const auto set = [](blas::LtSetAttribute function, blas::Descriptor of, int attribute, auto value) {
-    return function(of, attribute, &value, sizeof(value)) == 0;
+  const auto set = [](blas::LtSetAttribute function, blas::Descriptor descriptor, int attribute, auto value) {
+    return function(descriptor, attribute, &value, sizeof(value)) == 0;
   };
   blas::LtResult result{};
   int found = 0;
@@ -194,25 +194,26 @@ bool split(const Gemm& op, Gemm& first, Gemm& second) {
   constexpr int64_t multiple = 8, worthwhile = 1024;
   const auto unaligned = [](int64_t size) { return size > worthwhile && size % multiple != 0; };
   const auto whole = [](int64_t size) { return size / multiple * multiple; };
-  if (size_of(op.a.dtype) != 2 || op.a.stride % multiple != 0 || op.b.stride % multiple != 0 || op.c_stride % multiple != 0) return false;
+  if (dtype_bytes(op.a.dtype) != 2 || op.a.stride % multiple != 0 || op.b.stride % multiple != 0 || op.c_stride % multiple != 0)
+    return false;
   first = second = op;
   if (unaligned(op.n)) {  // C is contiguous along n
     first.n = whole(op.n);
     second.n = op.n - first.n;
-    second.b = tile_of(op.b, 0, first.n);
+    second.b = tile_at(op.b, 0, first.n);
     second.c = at(op.c, first.n, op.c_dtype);
     second.bias = at(op.bias, first.n, op.c_dtype);
   } else if (op.a.transposed && unaligned(op.m)) {
     first.m = whole(op.m);
     second.m = op.m - first.m;
-    second.a = tile_of(op.a, first.m, 0);
+    second.a = tile_at(op.a, first.m, 0);
     second.c = at(op.c, first.m * op.c_stride, op.c_dtype);
   } else if (!op.a.transposed && unaligned(op.k) && !op.bias) {  // the few terms first, since a 16-bit C rounds the first result
     second.k = whole(op.k);
     second.accumulate = true;
     first.k = op.k - second.k;
-    first.a = tile_of(op.a, 0, second.k);
-    first.b = tile_of(op.b, second.k, 0);
+    first.a = tile_at(op.a, 0, second.k);
+    first.b = tile_at(op.b, second.k, 0);
   } else {
     return false;
   }
@@ -250,7 +251,7 @@ void gemm(const Gemm& op, Stream stream) {
 
   const int64_t lda = leading_dimension(op.a, op.m, op.k), ldb = leading_dimension(op.b, op.k, op.n);
   const int64_t ldc = leading_dimension(op.c_stride, op.m, op.n);
-  const int type = type_of(op.a.dtype), c_type = type_of(op.c_dtype);
+  const int type = blas_type(op.a.dtype), c_type = blas_type(op.c_dtype);
   auto run = [&](auto function, auto index) {
     using Index = decltype(index);
     check(function(handle, transposition(op.b), transposition(op.a), Index(op.n), Index(op.m), Index(op.k), alpha, op.b.data, type,

@@ -36,7 +36,7 @@ LIGER_DEVICE float normal_tail(float x, float exponential) {
   return exponential * (p * t);
 }
 // Returns act(x) and its derivative for results of type T. fp32 results take the exact formulas.
-template <class T, Activation A> LIGER_DEVICE GateValue gate_of(float x) {
+template <class T, Activation A> LIGER_DEVICE GateValue activation_value(float x) {
   constexpr bool exact = std::is_same_v<T, float>;
   const auto from = [x](float s, float slope) { return GateValue{x * s, s + x * slope}; };  // s and its derivative
   if constexpr (A == Activation::gelu) {
@@ -77,7 +77,7 @@ template <class T, int VEC, Activation A> struct GluForwardKernel {
 #pragma unroll
       for (int i = 0; i < VEC; ++i) {
         const float x = gate[k][i] * gate_multiplier;
-        h[i] = down_multiplier * gate_of<T, A>(x).value * up[k][i];
+        h[i] = down_multiplier * activation_value<T, A>(x).value * up[k][i];
       }
       gate[k].set(h);
     }
@@ -109,7 +109,7 @@ template <class T, int VEC, Activation A, bool WithH> struct GluBackwardKernel {
 #pragma unroll
       for (int i = 0; i < VEC; ++i) {
         const float x = gate[k][i] * gate_multiplier, d = down_multiplier * dh[k][i];
-        const GateValue g = gate_of<T, A>(x);
+        const GateValue g = activation_value<T, A>(x);
         dup[i] = d * g.value;
         dgate[i] = d * up[k][i] * g.slope * gate_multiplier;
         if constexpr (WithH) h[i] = down_multiplier * g.value * up[k][i];  // as in the forward
@@ -133,14 +133,14 @@ void start(const Glu& a, Stream stream, const Tensors&... tensors) {
   if (a.rows == 0 || a.cols == 0) return;
   const auto [vec, contiguous] = elementwise(a.rows, a.cols, a.gate.dtype, tensors...);
   const bool silu = a.activation == Activation::silu;
-  const launch::Launch made = launch::glu(device_profile(stream.device), Instances, silu, a.rows, a.cols, vec, contiguous);
-  const Tiles tiles(made);
+  const launch::Launch config = launch::glu(device_profile(stream.device), Instances, silu, a.rows, a.cols, vec, contiguous);
+  const Tiles tiles(config);
   dispatch(a.gate.dtype, [&](auto tag) {
     using T = decltype(tag);
-    with_instance<Instances, fits<T>>(made, [&]<Instance I>() {
-      if (silu) launch<Kernel<T, I.vec, Activation::silu>>(made, {tiles, a}, stream);
-      else if (a.activation == Activation::gelu) launch<Kernel<T, I.vec, Activation::gelu>>(made, {tiles, a}, stream);
-      else launch<Kernel<T, I.vec, Activation::gelu_tanh>>(made, {tiles, a}, stream);
+    with_instance<Instances, fits<T>>(config, [&]<Instance I>() {
+      if (silu) launch<Kernel<T, I.vec, Activation::silu>>(config, {tiles, a}, stream);
+      else if (a.activation == Activation::gelu) launch<Kernel<T, I.vec, Activation::gelu>>(config, {tiles, a}, stream);
+      else launch<Kernel<T, I.vec, Activation::gelu_tanh>>(config, {tiles, a}, stream);
     });
   });
 }

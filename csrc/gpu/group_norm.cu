@@ -8,29 +8,31 @@
 namespace liger::gpu {
 namespace {
 
-launch::GroupNormRows rows_of(const GroupNormShape& shape) { return {shape.rows(), shape.cols(), shape.groups, shape.channel}; }
+launch::GroupNormRows launch_rows(const GroupNormShape& shape) { return {shape.rows(), shape.cols(), shape.groups, shape.channel}; }
 
 // Elements per access. In the forward a vector may lie in two channels, but not in three; in the backward it lies in one.
 int forward_vec(const GroupNormForward& a) {
-  const int vec = 16 / int(size_of(a.x.dtype));
+  const int vec = 16 / int(dtype_bytes(a.x.dtype));
   const int64_t cols = a.shape.cols(), channel = a.shape.channel;
   return aligned(a.x, cols) && aligned(a.y, cols) && (channel % vec == 0 || channel > vec) ? vec : 1;
 }
 int backward_vec(const GroupNormBackward& a) {
-  const int vec = 16 / int(size_of(a.x.dtype));
+  const int vec = 16 / int(dtype_bytes(a.x.dtype));
   const int64_t cols = a.shape.cols();
   return aligned(a.dy, cols) && aligned(a.x, cols) && aligned(a.dx, cols) && a.shape.channel % vec == 0 ? vec : 1;
 }
 
 launch::GroupNormLaunches launches(const GroupNormForward& a, Stream stream) {
-  return launch::group_norm(device_profile(stream.device), rows_of(a.shape), forward_vec(a));
+  return launch::group_norm(device_profile(stream.device), launch_rows(a.shape), forward_vec(a));
 }
 launch::GroupNormLaunches launches(const GroupNormBackward& a, Stream stream) {
-  return launch::group_norm_backward(device_profile(stream.device), rows_of(a.shape), backward_vec(a), a.dweight.data || a.dbias.data);
+  return launch::group_norm_backward(device_profile(stream.device), launch_rows(a.shape), backward_vec(a), a.dweight.data || a.dbias.data);
 }
 
 // Returns the floats of the workspace for parts of rows: two for each part, or none if rows are not cut into parts.
-int64_t part_floats(const launch::GroupNormLaunches& made) { return made.apply.kernel ? 2 * made.main.rows * made.parts.per_row : 0; }
+int64_t part_floats(const launch::GroupNormLaunches& config) {
+  return config.apply.kernel ? 2 * config.main.rows * config.parts.per_row : 0;
+}
 
 }  // namespace
 
@@ -39,10 +41,10 @@ int64_t group_norm_forward_workspace(const GroupNormForward& a, Stream stream) {
 }
 
 void group_norm_forward(const GroupNormForward& a, Stream stream) {
-  const launch::GroupNormLaunches made = launches(a, stream);
-  const launch::LaunchPlan& plan = made.main.plan;
+  const launch::GroupNormLaunches config = launches(a, stream);
+  const launch::LaunchPlan& plan = config.main.plan;
   const GroupNormForwardArgs args{.rows = a.shape.rows(),
-                                  .of = GroupNormRow(rows_of(a.shape)),
+                                  .shape = GroupNormRow(launch_rows(a.shape)),
                                   .x = a.x.data,
                                   .y = a.y.data,
                                   .weight = a.weight,
@@ -51,35 +53,35 @@ void group_norm_forward(const GroupNormForward& a, Stream stream) {
                                   .rstd = static_cast<float*>(a.rstd),
                                   .eps = float(a.eps),
                                   .partial = static_cast<float*>(a.workspace),
-                                  .parts = made.parts,
+                                  .parts = config.parts,
                                   .threads_per_row = plan.threads_per_row};
   dispatch(a.x.dtype, [&](auto tag) {
     using T = decltype(tag);
-    if (!made.apply.kernel) {
+    if (!config.apply.kernel) {
       with_instance<launch::group_norm_registers, fits<T>>(
-          made.main, [&]<Instance I>() { launch<GroupNormRegisters<T, I.vec, I.k>>(made.main, args, stream); });
+          config.main, [&]<Instance I>() { launch<GroupNormRegisters<T, I.vec, I.k>>(config.main, args, stream); });
       return;
     }
-    with_instance<launch::group_norm_moments, fits<T>>(made.main,
-                                                       [&]<Instance I>() { launch<GroupNormMoments<T, I.vec>>(made.main, args, stream); });
-    with_instance<launch::group_norm_apply, fits<T>>(made.apply,
-                                                     [&]<Instance I>() { launch<GroupNormApply<T, I.vec>>(made.apply, args, stream); });
+    with_instance<launch::group_norm_moments, fits<T>>(
+        config.main, [&]<Instance I>() { launch<GroupNormMoments<T, I.vec>>(config.main, args, stream); });
+    with_instance<launch::group_norm_apply, fits<T>>(config.apply,
+                                                     [&]<Instance I>() { launch<GroupNormApply<T, I.vec>>(config.apply, args, stream); });
   });
 }
 
 int64_t group_norm_backward_workspace(const GroupNormBackward& a, Stream stream) {
-  const launch::GroupNormLaunches made = launches(a, stream);
+  const launch::GroupNormLaunches config = launches(a, stream);
   const bool parameters = a.dweight.data || a.dbias.data;
-  return (part_floats(made) + (parameters ? made.partial_rows * 2 * a.shape.all_channels() : 0)) * int64_t{sizeof(float)};
+  return (part_floats(config) + (parameters ? config.partial_rows * 2 * a.shape.all_channels() : 0)) * int64_t{sizeof(float)};
 }
 
 void group_norm_backward(const GroupNormBackward& a, Stream stream) {
-  const launch::GroupNormLaunches made = launches(a, stream);
-  const launch::LaunchPlan& plan = made.main.plan;
+  const launch::GroupNormLaunches config = launches(a, stream);
+  const launch::LaunchPlan& plan = config.main.plan;
   float* const row_sums = static_cast<float*>(a.workspace);
-  float* const partial = a.dweight.data || a.dbias.data ? row_sums + part_floats(made) : nullptr;
+  float* const partial = a.dweight.data || a.dbias.data ? row_sums + part_floats(config) : nullptr;
   const GroupNormBackwardArgs args{.rows = a.shape.rows(),
-                                   .of = GroupNormRow(rows_of(a.shape)),
+                                   .shape = GroupNormRow(launch_rows(a.shape)),
                                    .dy = a.dy.data,
                                    .x = a.x.data,
                                    .dx = a.dx.data,
@@ -88,24 +90,24 @@ void group_norm_backward(const GroupNormBackward& a, Stream stream) {
                                    .rstd = static_cast<const float*>(a.rstd),
                                    .row_sums = row_sums,
                                    .partial = partial,
-                                   .parts = made.parts,
+                                   .parts = config.parts,
                                    .threads_per_row = plan.threads_per_row};
   dispatch(a.x.dtype, [&](auto tag) {
     using T = decltype(tag);
-    if (!made.apply.kernel) {
+    if (!config.apply.kernel) {
       with_instance<launch::group_norm_backward_registers, fits<T>>(
-          made.main, [&]<Instance I>() { launch<GroupNormBackwardRegisters<T, I.vec, I.k>>(made.main, args, stream); });
+          config.main, [&]<Instance I>() { launch<GroupNormBackwardRegisters<T, I.vec, I.k>>(config.main, args, stream); });
       return;
     }
     with_instance<launch::group_norm_backward_sums, fits<T>>(
-        made.main, [&]<Instance I>() { launch<GroupNormBackwardSums<T, I.vec>>(made.main, args, stream); });
+        config.main, [&]<Instance I>() { launch<GroupNormBackwardSums<T, I.vec>>(config.main, args, stream); });
     if (a.dx.data)
       with_instance<launch::group_norm_backward_apply, fits<T>>(
-          made.apply, [&]<Instance I>() { launch<GroupNormBackwardApply<T, I.vec>>(made.apply, args, stream); });
+          config.apply, [&]<Instance I>() { launch<GroupNormBackwardApply<T, I.vec>>(config.apply, args, stream); });
   });
   if (partial == nullptr) return;
   const int64_t channels = a.shape.all_channels();
-  sum_columns({partial, made.partial_rows, 2 * channels}, {{0, channels, a.dweight}, {channels, channels, a.dbias}}, stream);
+  sum_columns({partial, config.partial_rows, 2 * channels}, {{0, channels, a.dweight}, {channels, channels, a.dbias}}, stream);
 }
 
 }  // namespace liger::gpu

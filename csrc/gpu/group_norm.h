@@ -13,42 +13,42 @@ struct GroupNormRow {
   Divisor by_channel;  // divides a column by `channel`; for rows that registers hold
   float inverse_cols;
 
-  explicit GroupNormRow(const launch::GroupNormRows& of)
-      : cols(of.cols),
-        channel(of.channel),
-        channels(of.cols / of.channel),
-        groups(of.groups),
-        by_channel(of.channel < INT32_MAX ? of.channel : INT32_MAX),
-        inverse_cols(1 / float(of.cols)) {}
+  explicit GroupNormRow(const launch::GroupNormRows& shape)
+      : cols(shape.cols),
+        channel(shape.channel),
+        channels(shape.cols / shape.channel),
+        groups(shape.groups),
+        by_channel(shape.channel < INT32_MAX ? shape.channel : INT32_MAX),
+        inverse_cols(1 / float(shape.cols)) {}
   LIGER_DEVICE int64_t sample(int64_t row) const { return quotient(row, groups); }
   // The number of the row's first channel in its sample.
   LIGER_DEVICE int64_t first_channel(int64_t row) const { return (row - sample(row) * groups) * channels; }
 };
 
 // The part of a row that a block processes.
-struct PartOfRow {
+struct RowPart {
   int64_t row, part, begin, end;
   // `block`: a block's number, not necessarily this block's.
-  LIGER_DEVICE PartOfRow(const launch::RowParts& parts, int64_t block, int64_t cols) : row(quotient(block, parts.per_row)) {
+  LIGER_DEVICE RowPart(const launch::RowParts& parts, int64_t block, int64_t cols) : row(quotient(block, parts.per_row)) {
     part = block - row * parts.per_row;
-    begin = begin_of(parts, part);
-    end = end_of(parts, part, cols);
+    begin = part_begin(parts, part);
+    end = part_end(parts, part, cols);
   }
-  LIGER_DEVICE static int64_t begin_of(const launch::RowParts& parts, int64_t part) {
+  LIGER_DEVICE static int64_t part_begin(const launch::RowParts& parts, int64_t part) {
     const int64_t span = quotient(part, parts.per_span);
     return span * parts.span + (part - span * parts.per_span) * parts.part;
   }
-  LIGER_DEVICE static int64_t end_of(const launch::RowParts& parts, int64_t part, int64_t cols) {
-    const int64_t span_end = (quotient(part, parts.per_span) + 1) * parts.span, end = begin_of(parts, part) + parts.part;
+  LIGER_DEVICE static int64_t part_end(const launch::RowParts& parts, int64_t part, int64_t cols) {
+    const int64_t span_end = (quotient(part, parts.per_span) + 1) * parts.span, end = part_begin(parts, part) + parts.part;
     const int64_t within = end < span_end ? end : span_end;
     return within < cols ? within : cols;
   }
 };
 
-// Loads a parameter of any dtype for K vectors: for each, the value of the channel in which the vector begins, channel_of(column). There is
+// Loads a parameter of any dtype for K vectors: for each, the value of the channel in which the vector begins, channel_at(column). There is
 // one branch on the dtype, then all loads, so that no load waits for another. If the parameter is absent, the values are `missing`.
 template <int VEC, int K, class F>
-LIGER_DEVICE void load_channels(float (&out)[K], const Vector& parameter, float missing, const Columns<VEC, K>& columns, F channel_of) {
+LIGER_DEVICE void load_channels(float (&out)[K], const Vector& parameter, float missing, const Columns<VEC, K>& columns, F channel_at) {
 #pragma unroll
   for (int k = 0; k < K; ++k) out[k] = missing;
   if (parameter.data == nullptr) return;
@@ -57,7 +57,7 @@ LIGER_DEVICE void load_channels(float (&out)[K], const Vector& parameter, float 
     W raw[K] = {};
 #pragma unroll
     for (int k = 0; k < K; ++k)
-      if (columns.has(k)) raw[k] = static_cast<const W*>(parameter.data)[channel_of(columns.first + k * columns.step)];
+      if (columns.has(k)) raw[k] = static_cast<const W*>(parameter.data)[channel_at(columns.first + k * columns.step)];
 #pragma unroll
     for (int k = 0; k < K; ++k) out[k] = to_float(raw[k]);
   });
@@ -75,11 +75,12 @@ struct ChannelSums {
   // row's vectors [begin, end); other blocks have the other vectors. Channel nth has `length` vectors, from vector nth * length of the row
   // on. One thread per channel calls store(line, nth, sums). All threads of the block must call total() together.
   template <class F> LIGER_DEVICE void total(int lines, int pitch, int channels, int length, int begin, int end, F store) const {
-    const int lanes = length >= warp_width() ? warp_width() : length <= 1 ? 1 : 2 << log2_of(length - 1);  // lanes that share a channel
-    const int teams = block_threads() >> log2_of(lanes), team = thread_id() >> log2_of(lanes), lane = thread_id() & (lanes - 1);
+    const int lanes = length >= warp_width() ? warp_width() : length <= 1 ? 1 : 2 << highest_bit(length - 1);  // lanes that share a channel
+    const int lane_groups = block_threads() >> highest_bit(lanes), lane_group = thread_id() >> highest_bit(lanes),
+              lane = thread_id() & (lanes - 1);
     block_barrier();
-    for (int at = 0; at < lines * channels; at += teams) {  // all threads execute the same number of iterations
-      const int all = at + team, line = all / channels, nth = all - line * channels;
+    for (int at = 0; at < lines * channels; at += lane_groups) {  // all threads execute the same number of iterations
+      const int all = at + lane_group, line = all / channels, nth = all - line * channels;
       const bool live = line < lines;
       float sums[2] = {};
       const int first = nth * length, last = first + length;

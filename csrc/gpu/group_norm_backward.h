@@ -15,7 +15,7 @@ namespace liger::gpu {
 
 struct GroupNormBackwardArgs {
   int64_t rows;
-  GroupNormRow of;
+  GroupNormRow shape;
   const void *dy, *x;
   void* dx;  // or nullptr
   Vector weight;
@@ -27,7 +27,7 @@ struct GroupNormBackwardArgs {
 
   // Stores a channel's sums in the nth of a sample's `rows` partial rows. channel: its number in the sample.
   LIGER_DEVICE void store_partial(int64_t sample, int64_t rows, int64_t nth, int64_t channel, const float (&sums)[2]) const {
-    const int64_t all = of.groups * of.channels;
+    const int64_t all = shape.groups * shape.channels;
     float* const to = partial + (sample * rows + nth) * 2 * all + channel;
     to[0] = sums[0];
     to[all] = sums[1];
@@ -35,7 +35,8 @@ struct GroupNormBackwardArgs {
 };
 
 // Returns the sums of dy * n and of dy over one vector.
-template <class T, int VEC> LIGER_DEVICE Vec<float, 2> sums_of(const Packed<T, VEC>& dy, const Packed<T, VEC>& x, float mean, float rstd) {
+template <class T, int VEC>
+LIGER_DEVICE Vec<float, 2> vector_sums(const Packed<T, VEC>& dy, const Packed<T, VEC>& x, float mean, float rstd) {
   Vec<float, 2> sums = {};
 #pragma unroll
   for (int i = 0; i < VEC; ++i) {
@@ -51,8 +52,8 @@ template <class T, int VEC, int K>
 LIGER_DEVICE void write_gradient(const GroupNormBackwardArgs& a, const Columns<VEC, K>& columns, const Packed<T, VEC> (&dy)[K],
                                  const Packed<T, VEC> (&x)[K], int64_t row, const float (&sums)[2], float mean, float rstd,
                                  const float (&weight)[K]) {
-  const float from_n = rstd * rstd * (sums[0] * a.of.inverse_cols), from_g = rstd * (sums[1] * a.of.inverse_cols);
-  T* const to = opaque(static_cast<T*>(a.dx) + (row * a.of.cols + columns.first));
+  const float from_n = rstd * rstd * (sums[0] * a.shape.inverse_cols), from_g = rstd * (sums[1] * a.shape.inverse_cols);
+  T* const to = opaque(static_cast<T*>(a.dx) + (row * a.shape.cols + columns.first));
 #pragma unroll
   for (int k = 0; k < K; ++k) {
     if (!columns.has(k)) continue;
@@ -70,31 +71,31 @@ template <class T, int VEC, int K> struct GroupNormBackwardRegisters {
   using Args = GroupNormBackwardArgs;
   static constexpr int max_threads = launch::group_norm_backward_registers.instance(VEC, K).max_threads;
   static LIGER_DEVICE void run(const Args& a) {
-    RowGroupOf<0, (VEC > 1 && K == launch::group_norm_backward_k)> group(a.threads_per_row);
-    const int64_t row = group.first_row(), first_channel = a.of.first_channel(row);
+    BasicRowGroup<0, (VEC > 1 && K == launch::group_norm_backward_k)> group(a.threads_per_row);
+    const int64_t row = group.first_row(), first_channel = a.shape.first_channel(row);
     const bool live = row < a.rows;
     // Each block of a cluster has a share of the row, without gaps.
     const bool in_cluster = group.in_cluster();
     const int cluster = in_cluster ? cluster_blocks() : 1, rank = in_cluster ? cluster_rank() : 0;
     const int threads = in_cluster ? block_threads() : group.threads_per_row, index = in_cluster ? thread_id() : group.index;
-    const int cols = int(a.of.cols), share = (cols / VEC + cluster - 1) / cluster * VEC, begin = rank * share;
+    const int cols = int(a.shape.cols), share = (cols / VEC + cluster - 1) / cluster * VEC, begin = rank * share;
     const int end = !live ? begin : begin + share < cols ? begin + share : cols;
     const Columns<VEC, K> columns(index, threads, begin, end);
     Packed<T, VEC> dy[K], x[K];
-    columns.template load<Hint::stream>(x, a.x, row * a.of.cols);
-    columns.template load<Hint::stream>(dy, a.dy, row * a.of.cols);
+    columns.template load<Hint::stream>(x, a.x, row * a.shape.cols);
+    columns.template load<Hint::stream>(dy, a.dy, row * a.shape.cols);
     const float mean = live ? a.mean[row] : 0, rstd = live ? a.rstd[row] : 0;
     float weight[K];
-    load_channels(weight, a.weight, 1, columns, [&](int64_t column) { return first_channel + a.of.by_channel(int(column)); });
+    load_channels(weight, a.weight, 1, columns, [&](int64_t column) { return first_channel + a.shape.by_channel(int(column)); });
     const ChannelSums channels(cluster);
     float sums[2] = {};
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       if (!columns.has(k)) continue;
-      const Vec<float, 2> pair = sums_of(dy[k], x[k], mean, rstd);
+      const Vec<float, 2> pair = vector_sums(dy[k], x[k], mean, rstd);
       sums[0] += weight[k] * pair[0];
       sums[1] += weight[k] * pair[1];
-      if (a.partial) channels.pairs[(group.group * K + k) * threads + index] = pair;
+      if (a.partial) channels.pairs[(group.row_in_block * K + k) * threads + index] = pair;
     }
     if (a.dx) {
       group.sum(sums);
@@ -106,12 +107,12 @@ template <class T, int VEC, int K> struct GroupNormBackwardRegisters {
       write_gradient(a, columns, dy, x, row, sums, mean, rstd, weight);
     }
     if (a.partial == nullptr) return;
-    const int64_t first_row = row - group.group, rows_left = a.rows - first_row;
+    const int64_t first_row = row - group.row_in_block, rows_left = a.rows - first_row;
     const int lines = rows_left < group.rows_per_block() ? int(rows_left) : group.rows_per_block();
-    channels.total(lines, K * threads, int(a.of.channels), int(a.of.channel / VEC), begin / VEC,
+    channels.total(lines, K * threads, int(a.shape.channels), int(a.shape.channel / VEC), begin / VEC,
                    (begin + share < cols ? begin + share : cols) / VEC, [&](int line, int nth, const float (&totals)[2]) {
-                     const int64_t of_row = first_row + line;
-                     a.store_partial(a.of.sample(of_row), cluster, rank, a.of.first_channel(of_row) + nth, totals);
+                     const int64_t line_row = first_row + line;
+                     a.store_partial(a.shape.sample(line_row), cluster, rank, a.shape.first_channel(line_row) + nth, totals);
                    });
   }
 };
@@ -122,28 +123,28 @@ template <class T, int VEC> struct GroupNormBackwardSums {
                        min_blocks = launch::group_norm_part_blocks;
   static LIGER_DEVICE void run(const Args& a) {
     RowGroup group(block_threads());
-    const PartOfRow part(a.parts, block_id(), a.of.cols);
-    const int64_t row = part.row, first_channel = a.of.first_channel(row), of_part = quotient(part.begin, a.of.channel);
+    const RowPart part(a.parts, block_id(), a.shape.cols);
+    const int64_t row = part.row, first_channel = a.shape.first_channel(row), part_channel = quotient(part.begin, a.shape.channel);
     const float mean = a.mean[row], rstd = a.rstd[row];
-    const bool several = a.parts.span > a.of.channel;  // the part has whole channels, and one iteration loads all of it
+    const bool several = a.parts.span > a.shape.channel;  // the part has whole channels, and one iteration loads all of it
     const ChannelSums channels;
-    float sums[2] = {}, of_channel[2] = {};
+    float sums[2] = {}, channel_sums[2] = {};
     for (int64_t begin = part.begin; begin < part.end; begin += int64_t{block_threads()} * K * VEC) {
       const Columns<VEC, K> columns(group.index, block_threads(), begin, part.end);
       Packed<T, VEC> dy[K], x[K];
-      columns.load(x, a.x, row * a.of.cols);
-      columns.load(dy, a.dy, row * a.of.cols);
+      columns.load(x, a.x, row * a.shape.cols);
+      columns.load(dy, a.dy, row * a.shape.cols);
       float weight[K];
-      load_channels(weight, a.weight, 1, columns, [&](int64_t column) { return first_channel + quotient(column, a.of.channel); });
+      load_channels(weight, a.weight, 1, columns, [&](int64_t column) { return first_channel + quotient(column, a.shape.channel); });
 #pragma unroll
       for (int k = 0; k < K; ++k) {
         if (!columns.has(k)) continue;
-        const Vec<float, 2> pair = sums_of(dy[k], x[k], mean, rstd);
+        const Vec<float, 2> pair = vector_sums(dy[k], x[k], mean, rstd);
         if (several && a.partial) channels.pairs[k * block_threads() + group.index] = pair;
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
           sums[n] += weight[k] * pair[n];
-          of_channel[n] += pair[n];
+          channel_sums[n] += pair[n];
         }
       }
     }
@@ -155,14 +156,14 @@ template <class T, int VEC> struct GroupNormBackwardSums {
       }
     }
     if (a.partial == nullptr) return;
-    const int64_t sample = a.of.sample(row), channel = first_channel + of_part;
+    const int64_t sample = a.shape.sample(row), channel = first_channel + part_channel;
     if (several) {
-      const int length = int(a.of.channel / VEC), vectors = int((part.end - part.begin) / VEC);
+      const int length = int(a.shape.channel / VEC), vectors = int((part.end - part.begin) / VEC);
       channels.total(1, 0, vectors / length, length, 0, vectors,
                      [&](int, int nth, const float (&totals)[2]) { a.store_partial(sample, 1, 0, channel + nth, totals); });
     } else {
-      group.sum(of_channel);
-      if (group.index == 0) a.store_partial(sample, a.parts.per_span, part.part - of_part * a.parts.per_span, channel, of_channel);
+      group.sum(channel_sums);
+      if (group.index == 0) a.store_partial(sample, a.parts.per_span, part.part - part_channel * a.parts.per_span, channel, channel_sums);
     }
   }
 };
@@ -173,8 +174,8 @@ template <class T, int VEC> struct GroupNormBackwardApply {
                        min_blocks = launch::group_norm_part_blocks;
   static LIGER_DEVICE void run(const Args& a) {
     RowGroup group(block_threads());
-    const PartOfRow part(a.parts, grid_blocks() - 1 - block_id(), a.of.cols);
-    const int64_t row = part.row, first_channel = a.of.first_channel(row);
+    const RowPart part(a.parts, grid_blocks() - 1 - block_id(), a.shape.cols);
+    const int64_t row = part.row, first_channel = a.shape.first_channel(row);
     float sums[2] = {};
     for (int64_t nth = group.index; nth < a.parts.per_row; nth += block_threads())
 #pragma unroll
@@ -184,10 +185,10 @@ template <class T, int VEC> struct GroupNormBackwardApply {
     for (int64_t begin = part.begin; begin < part.end; begin += int64_t{block_threads()} * K * VEC) {
       const Columns<VEC, K> columns(group.index, block_threads(), begin, part.end);
       Packed<T, VEC> dy[K], x[K];
-      columns.template load<Hint::stream>(x, a.x, row * a.of.cols);
-      columns.template load<Hint::stream>(dy, a.dy, row * a.of.cols);
+      columns.template load<Hint::stream>(x, a.x, row * a.shape.cols);
+      columns.template load<Hint::stream>(dy, a.dy, row * a.shape.cols);
       float weight[K];
-      load_channels(weight, a.weight, 1, columns, [&](int64_t column) { return first_channel + quotient(column, a.of.channel); });
+      load_channels(weight, a.weight, 1, columns, [&](int64_t column) { return first_channel + quotient(column, a.shape.channel); });
       write_gradient(a, columns, dy, x, row, sums, mean, rstd, weight);
     }
   }

@@ -13,7 +13,7 @@ namespace liger::gpu {
 
 struct GroupNormForwardArgs {
   int64_t rows;
-  GroupNormRow of;
+  GroupNormRow shape;
   const void* x;
   void* y;
   Vector weight, bias;
@@ -24,12 +24,12 @@ struct GroupNormForwardArgs {
   int threads_per_row = 0;
 };
 
-// Stores y of this thread's vectors. channel_of(column) returns the channel in which a vector begins.
+// Stores y of this thread's vectors. channel_at(column) returns the channel in which a vector begins.
 template <class T, int VEC, int K, class F>
 LIGER_DEVICE void write_normalised(const GroupNormForwardArgs& a, const Columns<VEC, K>& columns, const Packed<T, VEC> (&x)[K], int64_t row,
-                                   float mean, float rstd, const float (&weight)[K], const float (&bias)[K], F channel_of) {
-  T* const to = opaque(static_cast<T*>(a.y) + (row * a.of.cols + columns.first));
-  const bool split = VEC > 1 && a.of.channel % VEC != 0;
+                                   float mean, float rstd, const float (&weight)[K], const float (&bias)[K], F channel_at) {
+  T* const to = opaque(static_cast<T*>(a.y) + (row * a.shape.cols + columns.first));
+  const bool split = VEC > 1 && a.shape.channel % VEC != 0;
 #pragma unroll
   for (int k = 0; k < K; ++k) {
     if (!columns.has(k)) continue;
@@ -38,14 +38,15 @@ LIGER_DEVICE void write_normalised(const GroupNormForwardArgs& a, const Columns<
 #pragma unroll
     for (int i = 0; i < VEC; ++i) y[i] = fmaf(x[k][i] - mean, scale, bias[k]);
     if (split) {
-      const int64_t column = columns.first + k * columns.step, channel = channel_of(column);
-      const int64_t own = (channel - a.of.first_channel(row) + 1) * a.of.channel - column;  // the vector's elements in its first channel
-      if (own < VEC) {
+      const int64_t column = columns.first + k * columns.step, channel = channel_at(column);
+      const int64_t first_elements =
+          (channel - a.shape.first_channel(row) + 1) * a.shape.channel - column;  // the vector's elements in its first channel
+      if (first_elements < VEC) {
         const float next_scale = rstd * (a.weight.data ? load_one(a.weight.data, a.weight.dtype, channel + 1) : 1);
         const float next_bias = a.bias.data ? load_one(a.bias.data, a.bias.dtype, channel + 1) : 0;
 #pragma unroll
         for (int i = 0; i < VEC; ++i)
-          if (i >= own) y[i] = fmaf(x[k][i] - mean, next_scale, next_bias);
+          if (i >= first_elements) y[i] = fmaf(x[k][i] - mean, next_scale, next_bias);
       }
     }
     Packed<T, VEC> packed;
@@ -62,23 +63,23 @@ template <class T, int VEC, int K> struct GroupNormRegisters {
   // Whether the parameters are loaded with the row, before its moments are computed: the thread then waits for both at once.
   static constexpr bool with_row = VEC == 1 || K < 4;
   static LIGER_DEVICE void run(const Args& a) {
-    RowGroupOf<0, (VEC > 1 && K == launch::group_norm_k)> group(a.threads_per_row);
-    const int64_t row = group.first_row(), first_channel = a.of.first_channel(row);
+    BasicRowGroup<0, (VEC > 1 && K == launch::group_norm_k)> group(a.threads_per_row);
+    const int64_t row = group.first_row(), first_channel = a.shape.first_channel(row);
     const bool live = row < a.rows;
-    const Columns<VEC, K> columns(group.index, group.threads_per_row, live ? int(a.of.cols) : 0);
+    const Columns<VEC, K> columns(group.index, group.threads_per_row, live ? int(a.shape.cols) : 0);
     Packed<T, VEC> x[K];
-    columns.template load<Hint::stream>(x, a.x, row * a.of.cols);
+    columns.template load<Hint::stream>(x, a.x, row * a.shape.cols);
     Packed<T, VEC> first[1];  // the row's first vector: its mean is held_moments()'s estimate
-    Columns<VEC, 1>(0, 1, live ? VEC : 0).load(first, a.x, row * a.of.cols);
-    float mean = mean_of(first[0]), variance;
-    const auto channel_of = [&](int64_t column) { return first_channel + a.of.by_channel(int(column)); };
+    Columns<VEC, 1>(0, 1, live ? VEC : 0).load(first, a.x, row * a.shape.cols);
+    float mean = vector_mean(first[0]), variance;
+    const auto channel_at = [&](int64_t column) { return first_channel + a.shape.by_channel(int(column)); };
     float weight[Together], bias[Together];
-    const auto load_parameters = [&](const Columns<VEC, Together>& of) {
-      load_channels(weight, a.weight, 1, of, channel_of);
-      load_channels(bias, a.bias, 0, of, channel_of);
+    const auto load_parameters = [&](const Columns<VEC, Together>& some) {
+      load_channels(weight, a.weight, 1, some, channel_at);
+      load_channels(bias, a.bias, 0, some, channel_at);
     };
     if constexpr (with_row) load_parameters(columns);
-    held_moments<sizeof(T) == 4>(group, columns, x, a.of, mean, variance);
+    held_moments<sizeof(T) == 4>(group, columns, x, a.shape, mean, variance);
     const float rstd = fast_rsqrt(variance + a.eps);
     if constexpr (K >= 4)
 #pragma unroll
@@ -88,13 +89,13 @@ template <class T, int VEC, int K> struct GroupNormRegisters {
       a.rstd[row] = rstd;
     }
     if constexpr (with_row) {
-      write_normalised(a, columns, x, row, mean, rstd, weight, bias, channel_of);
+      write_normalised(a, columns, x, row, mean, rstd, weight, bias, channel_at);
     } else {
 #pragma unroll
       for (int k = 0; k < K; k += Together) {
         const Columns<VEC, Together> some = columns.template from<Together>(k);
         load_parameters(some);
-        write_normalised(a, some, reinterpret_cast<const Packed<T, VEC>(&)[Together]>(x[k]), row, mean, rstd, weight, bias, channel_of);
+        write_normalised(a, some, reinterpret_cast<const Packed<T, VEC>(&)[Together]>(x[k]), row, mean, rstd, weight, bias, channel_at);
       }
     }
   }
@@ -104,15 +105,15 @@ template <class T, int VEC, int K> struct GroupNormRegisters {
 struct Moments {
   float count = 0, mean = 0, squares = 0;
 
-  LIGER_DEVICE void join(float more, float its_mean, float its_squares) {
+  LIGER_DEVICE void join(float more, float other_mean, float other_squares) {
     if (more == 0) return;
-    const float delta = its_mean - mean, share = more / (count + more);
-    squares += its_squares + delta * delta * count * share;
+    const float delta = other_mean - mean, share = more / (count + more);
+    squares += other_squares + delta * delta * count * share;
     mean += delta * share;
     count += more;
   }
   template <class T, int VEC, int K> LIGER_DEVICE void add(const Columns<VEC, K>& columns, const Packed<T, VEC> (&x)[K]) {
-    float sum = 0, of_batch = 0;
+    float sum = 0, batch_squares = 0;
     int vectors = 0;
 #pragma unroll
     for (int k = 0; k < K; ++k) {
@@ -125,8 +126,8 @@ struct Moments {
     for (int k = 0; k < K; ++k)
       if (columns.has(k))
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) of_batch += (x[k][i] - batch_mean) * (x[k][i] - batch_mean);
-    join(here, batch_mean, of_batch);
+        for (int i = 0; i < VEC; ++i) batch_squares += (x[k][i] - batch_mean) * (x[k][i] - batch_mean);
+    join(here, batch_mean, batch_squares);
   }
   // Replaces this thread's moments by the moments of all threads of the block, which have `total` elements together.
   LIGER_DEVICE void merge(RowGroup& group, float total) {
@@ -142,18 +143,18 @@ template <class T, int VEC> struct GroupNormMoments {
                        min_blocks = launch::group_norm_part_blocks;
   static LIGER_DEVICE void run(const Args& a) {
     RowGroup group(block_threads());
-    const PartOfRow part(a.parts, block_id(), a.of.cols);
-    Moments own;
+    const RowPart part(a.parts, block_id(), a.shape.cols);
+    Moments moments;
     for (int64_t begin = part.begin; begin < part.end; begin += int64_t{block_threads()} * K * VEC) {
       const Columns<VEC, K> columns(group.index, block_threads(), begin, part.end);
       Packed<T, VEC> x[K];
-      columns.load(x, a.x, part.row * a.of.cols);
-      own.add(columns, x);
+      columns.load(x, a.x, part.row * a.shape.cols);
+      moments.add(columns, x);
     }
-    own.merge(group, float(part.end - part.begin));
+    moments.merge(group, float(part.end - part.begin));
     if (group.index == 0) {
-      a.partial[2 * block_id()] = own.mean;
-      a.partial[2 * block_id() + 1] = own.squares;
+      a.partial[2 * block_id()] = moments.mean;
+      a.partial[2 * block_id() + 1] = moments.squares;
     }
   }
 };
@@ -164,28 +165,28 @@ template <class T, int VEC> struct GroupNormApply {
                        min_blocks = launch::group_norm_part_blocks;
   static LIGER_DEVICE void run(const Args& a) {
     RowGroup group(block_threads());
-    const PartOfRow part(a.parts, grid_blocks() - 1 - block_id(), a.of.cols);
-    const int64_t row = part.row, first_channel = a.of.first_channel(row);
-    Moments own;
+    const RowPart part(a.parts, grid_blocks() - 1 - block_id(), a.shape.cols);
+    const int64_t row = part.row, first_channel = a.shape.first_channel(row);
+    Moments moments;
     for (int64_t nth = group.index; nth < a.parts.per_row; nth += block_threads()) {
       const float* const partial = a.partial + 2 * (row * a.parts.per_row + nth);
-      own.join(float(PartOfRow::end_of(a.parts, nth, a.of.cols) - PartOfRow::begin_of(a.parts, nth)), partial[0], partial[1]);
+      moments.join(float(RowPart::part_end(a.parts, nth, a.shape.cols) - RowPart::part_begin(a.parts, nth)), partial[0], partial[1]);
     }
-    own.merge(group, float(a.of.cols));
-    const float rstd = fast_rsqrt(own.squares * a.of.inverse_cols + a.eps);
+    moments.merge(group, float(a.shape.cols));
+    const float rstd = fast_rsqrt(moments.squares * a.shape.inverse_cols + a.eps);
     if (part.part == 0 && group.index == 0) {
-      a.mean[row] = own.mean;
+      a.mean[row] = moments.mean;
       a.rstd[row] = rstd;
     }
-    const auto channel_of = [&](int64_t column) { return first_channel + quotient(column, a.of.channel); };
+    const auto channel_at = [&](int64_t column) { return first_channel + quotient(column, a.shape.channel); };
     for (int64_t begin = part.begin; begin < part.end; begin += int64_t{block_threads()} * K * VEC) {
       const Columns<VEC, K> columns(group.index, block_threads(), begin, part.end);
       Packed<T, VEC> x[K];
-      columns.template load<Hint::stream>(x, a.x, row * a.of.cols);
+      columns.template load<Hint::stream>(x, a.x, row * a.shape.cols);
       float weight[K], bias[K];
-      load_channels(weight, a.weight, 1, columns, channel_of);
-      load_channels(bias, a.bias, 0, columns, channel_of);
-      write_normalised(a, columns, x, row, own.mean, rstd, weight, bias, channel_of);
+      load_channels(weight, a.weight, 1, columns, channel_at);
+      load_channels(bias, a.bias, 0, columns, channel_at);
+      write_normalised(a, columns, x, row, moments.mean, rstd, weight, bias, channel_at);
     }
   }
 };

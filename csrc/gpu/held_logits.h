@@ -68,7 +68,7 @@ template <class T, int N, int K, class Row> class HeldLogits {
       : row_(row), held_{{group.index, group.threads_per_row, cols / N * N}, shared_offset} {
     auto at = [from = row_.from(int(held_.columns.first))](int, int offset) mutable { return from(offset); };
     held_.template load<Hint::in_place>(at, minus_infinities<T, N>());
-    held_.template copy_others_to_shared<Hint::in_place>(at);
+    held_.template copy_remaining_to_shared<Hint::in_place>(at);
   }
   // Starts the load of the single element; only for a row that the constructor has loaded.
   template <class Group> LIGER_DEVICE void load_single(const Group& group, int cols) {

@@ -6,9 +6,9 @@
 namespace liger::gpu {
 
 // The number of elements of a Packed, as a compile-time constant.
-template <class P> constexpr int elements_of = std::remove_cvref_t<P>::elements;
+template <class P> constexpr int packed_elements = std::remove_cvref_t<P>::elements;
 
-template <class P, class F> LIGER_DEVICE P of_each(const P& raw, F f) {
+template <class P, class F> LIGER_DEVICE P map_elements(const P& raw, F f) {
   float g[P::elements];
 #pragma unroll
   for (int j = 0; j < P::elements; ++j) g[j] = f(raw[j]);
@@ -19,13 +19,13 @@ template <class P, class F> LIGER_DEVICE P of_each(const P& raw, F f) {
 
 // Returns the exponentials of a thread's part of a row, relative to the thread's own maximum: so the threads of the row exchange values
 // once, not twice.
-template <class T, class Held> LIGER_DEVICE Exponentials exponentials_of(Held& held) {
+template <class T, class Held> LIGER_DEVICE Exponentials thread_exponentials(Held& held) {
   Exponentials all{held.largest()};
   const Exp<T> exp(all.base());
   if (!exp.far()) all.sum = held.sum([&](float logit) { return exp.near(logit); });
   else
     held.read_again([&](const auto& raw, int, const T*) {
-      for (int j = 0; j < elements_of<decltype(raw)>; ++j) all.sum += exp(raw[j]);
+      for (int j = 0; j < packed_elements<decltype(raw)>; ++j) all.sum += exp(raw[j]);
     });
   all.sum *= exp.correction(all.base());
   return all;
@@ -36,20 +36,21 @@ template <class T, class Held> LIGER_DEVICE Exponentials exponentials_of(Held& h
 template <class T, class Held> LIGER_DEVICE void replace_by_probabilities(Held& held, const Exp<T>& exp, float factor, float near_slope) {
   const auto product = [&](float logit) { return factor * exp(logit); };
   if constexpr (!Exp<T>::in_one_step) {
-    held.replace([&](const auto& raw, int) { return of_each(raw, product); });
+    held.replace([&](const auto& raw, int) { return map_elements(raw, product); });
   } else if (factor > 0 && fabsf(exp.offset) < 1024) {
     // The factor as part of the exponent saves a multiplication per element. Below 1024 an exponent has at least 14 fractional bits.
     const float exponent = exp.offset + log2f(factor);
-    held.replace([&](const auto& raw, int) { return of_each(raw, [&](float logit) { return fast_exp2(logit * near_slope + exponent); }); });
+    held.replace(
+        [&](const auto& raw, int) { return map_elements(raw, [&](float logit) { return fast_exp2(logit * near_slope + exponent); }); });
   } else {
-    held.read_again([&](const auto& raw, int, T* address) { store(address, of_each(raw, product)); });
+    held.read_again([&](const auto& raw, int, T* address) { store(address, map_elements(raw, product)); });
   }
 }
 
 // x[j] = softcap(x[j]) * log2(e): exponents of 2. The sums, the gradients and the target's logit of a row are all computed from these
 // values, so that a probability of 1 has a loss of 0.
 template <class T, int N> LIGER_DEVICE void capped_exponents(const LogitRows& a, float (&x)[N]) {
-  tanh_of_share<T>(a, x);
+  scaled_tanh<T>(a, x);
 #pragma unroll
   for (int j = 0; j < N; ++j) x[j] *= a.softcap * log2_e;
 }
@@ -70,7 +71,7 @@ template <class T> struct HeldOptions {
   // Computes the statistics of a thread's part of the row.
   template <class Held> LIGER_DEVICE void take(Held& held, Exponentials& row) {
     if (a.softcap == 0) {
-      row = exponentials_of<T>(held);
+      row = thread_exponentials<T>(held);
       raw_max = row.max;
     } else {
       take_capped(held, row);
@@ -79,21 +80,21 @@ template <class T> struct HeldOptions {
     anchor = finite(row.max);
     weighted = weights = 0;
     held.for_each([&](const auto& raw, int column) {
-      float x[elements_of<decltype(raw)>], part = 0, of_part = elements_of<decltype(raw)>;
+      float x[packed_elements<decltype(raw)>], part = 0, part_weights = packed_elements<decltype(raw)>;
       widen(x, raw);
       if (a.class_weight.data) {
         if (a.softcap != 0) cap<T>(a, x);
-        float w[elements_of<decltype(raw)>];
+        float w[packed_elements<decltype(raw)>];
         RowStatistics<T, true>::template class_weights<true>(a, w, column);
-        of_part = 0;
+        part_weights = 0;
 #pragma unroll
-        for (int j = 0; j < elements_of<decltype(raw)>; ++j) part += w[j] * (x[j] - anchor), of_part += w[j];
+        for (int j = 0; j < packed_elements<decltype(raw)>; ++j) part += w[j] * (x[j] - anchor), part_weights += w[j];
       } else {
 #pragma unroll
-        for (int j = 0; j < elements_of<decltype(raw)>; ++j) part += x[j] - anchor;
+        for (int j = 0; j < packed_elements<decltype(raw)>; ++j) part += x[j] - anchor;
       }
       weighted += part;
-      weights += of_part;
+      weights += part_weights;
     });
   }
 
@@ -118,25 +119,26 @@ template <class T> struct HeldOptions {
   // Overwrites a row by its gradient, without the term that only the target's own element has.
   template <class Held> LIGER_DEVICE void replace(Held& held, const RowGradient<T>& gradient) const {
     const float scale = gradient.scale, soft = gradient.soft;
-    const auto of_exponent = [&](float x) {
+    const auto exponent_gradient = [&](float x) {
       const float share = x * (a.inverse_softcap * ln_2);
       return (scale * fast_exp2(x + gradient.exp.offset) - soft) * fmaf(-share, share, 1.f);
     };
-    const auto of_logit = [&](float x) { return scale * gradient.exp(x) - soft; };
+    const auto logit_gradient = [&](float x) { return scale * gradient.exp(x) - soft; };
     if (soft != 0 && a.class_weight.data) {  // rare, and therefore not optimised
-      held.read_again([&](const auto& raw, int column, T* address) { store(address, gradient.template of<true>(a, raw, column, -1)); });
+      held.read_again(
+          [&](const auto& raw, int column, T* address) { store(address, gradient.template compute<true>(a, raw, column, -1)); });
     } else if (a.softcap != 0) {
       held.replace([&](auto raw, int) {
-        float x[elements_of<decltype(raw)>];
+        float x[packed_elements<decltype(raw)>];
         widen(x, raw);
         capped_exponents<T>(a, x);
 #pragma unroll
-        for (int j = 0; j < elements_of<decltype(raw)>; ++j) x[j] = of_exponent(x[j]);
+        for (int j = 0; j < packed_elements<decltype(raw)>; ++j) x[j] = exponent_gradient(x[j]);
         raw.set(x);
         return raw;
       });
     } else {
-      held.replace([&](const auto& raw, int) { return of_each(raw, of_logit); });
+      held.replace([&](const auto& raw, int) { return map_elements(raw, logit_gradient); });
     }
   }
 
@@ -148,7 +150,7 @@ template <class T> struct HeldOptions {
     if (may_have_nan || raw_max == largest)
       held.for_each([&](const auto& raw, int column) {
 #pragma unroll
-        for (int j = elements_of<decltype(raw)> - 1; j >= 0; --j) {
+        for (int j = packed_elements<decltype(raw)> - 1; j >= 0; --j) {
           const float x = raw[j];
           const int at = x != x ? column + j : x == largest ? behind_all + column + j : INT_MAX;
           found = at < found ? at : found;
@@ -167,17 +169,17 @@ template <class T> struct HeldOptions {
     raw_max = held.largest();
     const float top = raw_max == minus_infinity() ? 0.f : capped_exponent<T>(a, raw_max);
     held.for_each([&](const auto& raw, int) {
-      float x[elements_of<decltype(raw)>], part = 0, distance = 0;
+      float x[packed_elements<decltype(raw)>], part = 0, distance = 0;
       widen(x, raw);
       capped_exponents<T>(a, x);
 #pragma unroll
-      for (int j = 0; j < elements_of<decltype(raw)>; ++j) {
+      for (int j = 0; j < packed_elements<decltype(raw)>; ++j) {
         part += fast_exp2(x[j] - top);
         distance += x[j] - top;
       }
       row.sum += part;
       weighted += distance;
-      weights += elements_of<decltype(raw)>;
+      weights += packed_elements<decltype(raw)>;
     });
     weighted *= ln_2;
     if (raw_max != minus_infinity()) row.max = top * ln_2;

@@ -7,7 +7,7 @@
 namespace liger::gpu {
 
 // Calls f with the numbers of all matrices, 0 to N - 1, as compile-time constants.
-template <int N, class F> LIGER_DEVICE auto of_matrices(F f) {
+template <int N, class F> LIGER_DEVICE auto for_all_matrices(F f) {
   return [&]<int... n>(std::integer_sequence<int, n...>) {
     return f(std::integral_constant<int, n>{}...);
   }(std::make_integer_sequence<int, N>{});
@@ -37,7 +37,7 @@ template <class T, int VEC, int K, int N = 1, bool Limited = false> struct HeldV
       }
   }
   // Starts the copies of the other vectors to shared memory; for_each_in_shared() waits for them.
-  template <Hint H, class At> LIGER_DEVICE void copy_others_to_shared(At&& at) const {
+  template <Hint H, class At> LIGER_DEVICE void copy_remaining_to_shared(At&& at) const {
 #pragma unroll 1
     for (int k = K; (!Limited || k < most) && columns.has(k); ++k)
 #pragma unroll
@@ -50,14 +50,14 @@ template <class T, int VEC, int K, int N = 1, bool Limited = false> struct HeldV
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       if (!columns.has(k)) continue;
-      of_matrices<N>([&](auto... n) { f(k, in_registers[n][k]...); });
+      for_all_matrices<N>([&](auto... n) { f(k, in_registers[n][k]...); });
     }
   }
   template <class F> LIGER_DEVICE void for_each_in_shared(F&& f) const {
 #pragma unroll 1
     for (int k = K; (!Limited || k < most) && columns.has(k); ++k) {
       wait_for_copies(0);  // in the loop: before it, the compiler would make all loads into registers wait, too
-      of_matrices<N>([&](auto... n) { f(k, *place(n, k)...); });
+      for_all_matrices<N>([&](auto... n) { f(k, *place(n, k)...); });
     }
   }
   template <class F> LIGER_DEVICE void for_each(F&& f) const {

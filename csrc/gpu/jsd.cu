@@ -55,7 +55,7 @@ struct JsdArgs {
   LIGER_DEVICE bool counts(int64_t row) const { return in.labels == nullptr || in.labels[row] != in.ignore_index; }
 };
 
-template <class T> LIGER_DEVICE const T* row_of(const Rows& rows, int64_t row) {
+template <class T> LIGER_DEVICE const T* row_data(const Rows& rows, int64_t row) {
   return opaque(static_cast<const T*>(rows.data) + row * rows.stride);
 }
 
@@ -65,20 +65,20 @@ template <class T, int N> struct Pair {
 
 template <class T, int N> struct JsdForwardKernel {
   struct Args {
-    JsdArgs of;
+    JsdArgs jsd;
     float *losses, *counts;
   };
   static constexpr int max_threads = launch::jsd_forward_kernel.instance(N).max_threads, min_blocks = 2;
 
   static LIGER_DEVICE void run(const Args& args) {
-    const JsdArgs& a = args.of;
+    const JsdArgs& a = args.jsd;
     let_next_kernel_start();
     RowGroup group(a.threads_per_row);
     const int64_t row = group.first_row();
     const bool live = row < a.in.rows, counts = live && a.counts(row);
-    const T* const x = row_of<T>(a.in.log_q, row);
-    const T* const y = row_of<T>(a.in.log_p, row);
-    const RowWalk<T, N> own(counts ? a.in.vocab : 0, group, counts ? unaligned_head<N>(x, a.in.vocab) : 0);
+    const T* const x = row_data<T>(a.in.log_q, row);
+    const T* const y = row_data<T>(a.in.log_p, row);
+    const RowWalk<T, N> columns(counts ? a.in.vocab : 0, group, counts ? unaligned_head<N>(x, a.in.vocab) : 0);
     float sum = 0;
     const auto add = [&]<int M>(const Pair<T, M>& pair) {
       a.with_divergence([&]<Divergence D>() {
@@ -88,16 +88,16 @@ template <class T, int N> struct JsdForwardKernel {
         sum += part;
       });
     };
-    own.template walk<launch::jsd_in_flight, Pair<T, N>>(
+    columns.template walk<launch::jsd_in_flight, Pair<T, N>>(
         [&](auto& pair, int, int column) {
           load<Hint::stream>(pair.x, x + column);
           load<Hint::stream>(pair.y, y + column);
         },
         [&](const auto& pair, int, int) { add(pair); });
-    if (own.single >= 0) {
+    if (columns.single >= 0) {
       Pair<T, 1> one;
-      load(one.x, x + own.single);
-      load(one.y, y + own.single);
+      load(one.x, x + columns.single);
+      load(one.y, y + columns.single);
       add(one);
     }
     sum = group.sum(sum);
@@ -116,7 +116,7 @@ template <class T, int N> struct JsdForwardKernel {
 template <class T, int N> struct JsdBackwardKernel {
   struct Args {
     Tiles tiles;
-    JsdArgs of;
+    JsdArgs jsd;
     const float* counts;
     Vector grad;
     MutableRows dlog_q;
@@ -124,10 +124,10 @@ template <class T, int N> struct JsdBackwardKernel {
   static constexpr int max_threads = launch::jsd_backward_kernel.instance(N).max_threads, K = launch::jsd_tile_k;
 
   static LIGER_DEVICE void run(const Args& args) {
-    const JsdArgs& a = args.of;
+    const JsdArgs& a = args.jsd;
     const Tile<N, K> tile(args.tiles);
     if (!tile.live()) return;
-    const T* const x = row_of<T>(a.in.log_q, tile.row);
+    const T* const x = row_data<T>(a.in.log_q, tile.row);
     const RowTile<N, K> part = tile.part(unaligned_head<N>(x, a.in.vocab));
     T* const out = opaque(static_cast<T*>(args.dlog_q.data) + tile.row * args.dlog_q.stride);
     TileValues<T, N, K> student, teacher;
@@ -136,32 +136,32 @@ template <class T, int N> struct JsdBackwardKernel {
       return;
     }
     part.template load<Hint::stream>(student, x);
-    part.template load<Hint::stream>(teacher, row_of<T>(a.in.log_p, tile.row));
+    part.template load<Hint::stream>(teacher, row_data<T>(a.in.log_p, tile.row));
     const float scale = load_one(args.grad.data, args.grad.dtype, 0) * args.counts[CrossEntropyCounts::ce_scale];
     part.for_each(
-        [&]<int M>(Packed<T, M>& of, const Packed<T, M>& to, int64_t column) {
+        [&]<int M>(Packed<T, M>& student_values, const Packed<T, M>& teacher_values, int64_t column) {
           a.with_divergence([&]<Divergence D>() {
             float g[M];
 #pragma unroll
-            for (int i = 0; i < M; ++i) g[i] = scale * math::jsd_slope<JsdMath<T>, D>(of[i], to[i], a.weights);
-            of.set(g);
+            for (int i = 0; i < M; ++i) g[i] = scale * math::jsd_slope<JsdMath<T>, D>(student_values[i], teacher_values[i], a.weights);
+            student_values.set(g);
           });
-          store<Hint::stream>(out + column, of);
+          store<Hint::stream>(out + column, student_values);
         },
         student, teacher);
   }
 };
 
-JsdArgs args_of(const JsdRows& in, const launch::LaunchPlan& plan) {
-  return {in, math::JsdWeights<float>(in.beta), math::divergence_of(in.beta), plan.threads_per_row};
+JsdArgs jsd_arguments(const JsdRows& in, const launch::LaunchPlan& plan) {
+  return {in, math::JsdWeights<float>(in.beta), math::divergence_kind(in.beta), plan.threads_per_row};
 }
 
 // Returns the elements per access: 16 bytes of them if the rows of all tensors have the same offset modulo 16 bytes, else 1.
-int vec_of(const JsdRows& in, std::initializer_list<Rows> others) {
+int access_elements(const JsdRows& in, std::initializer_list<Rows> others) {
   require(in.vocab <= int64_t{1} << 30, "jsd: log_q has ", in.vocab, " columns, vocab_size, more than the GPU kernels address (2^30)");
   for (const Rows& other : others)
     if (!equally_aligned(in.log_q, other)) return 1;
-  return 16 / int(size_of(in.log_q.dtype));
+  return 16 / int(dtype_bytes(in.log_q.dtype));
 }
 
 }  // namespace
@@ -169,11 +169,11 @@ int vec_of(const JsdRows& in, std::initializer_list<Rows> others) {
 void jsd_forward(const JsdForward& op, Stream stream) {
   dispatch(op.in.log_q.dtype, [&](auto tag) {
     using T = decltype(tag);
-    const launch::Launch made =
-        launch::jsd_forward(device_profile(stream.device), op.in.rows, op.in.vocab, int(sizeof(T)), vec_of(op.in, {op.in.log_p}));
-    with_instance<launch::jsd_forward_kernel, fits<T>>(made, [&]<Instance I>() {
-      launch<JsdForwardKernel<T, I.vec>>(made, {args_of(op.in, made.plan), static_cast<float*>(op.losses), static_cast<float*>(op.counts)},
-                                         stream);
+    const launch::Launch config =
+        launch::jsd_forward(device_profile(stream.device), op.in.rows, op.in.vocab, int(sizeof(T)), access_elements(op.in, {op.in.log_p}));
+    with_instance<launch::jsd_forward_kernel, fits<T>>(config, [&]<Instance I>() {
+      launch<JsdForwardKernel<T, I.vec>>(
+          config, {jsd_arguments(op.in, config.plan), static_cast<float*>(op.losses), static_cast<float*>(op.counts)}, stream);
     });
   });
 }
@@ -182,11 +182,11 @@ void jsd_backward(const JsdBackward& op, Stream stream) {
   const Rows out{op.dlog_q.data, op.dlog_q.stride, op.dlog_q.dtype};
   dispatch(op.in.log_q.dtype, [&](auto tag) {
     using T = decltype(tag);
-    const launch::Launch made =
-        launch::jsd_backward(device_profile(stream.device), op.in.rows, op.in.vocab, vec_of(op.in, {op.in.log_p, out}));
-    with_instance<launch::jsd_backward_kernel, fits<T>>(made, [&]<Instance I>() {
+    const launch::Launch config =
+        launch::jsd_backward(device_profile(stream.device), op.in.rows, op.in.vocab, access_elements(op.in, {op.in.log_p, out}));
+    with_instance<launch::jsd_backward_kernel, fits<T>>(config, [&]<Instance I>() {
       launch<JsdBackwardKernel<T, I.vec>>(
-          made, {Tiles(made), args_of(op.in, made.plan), static_cast<const float*>(op.counts), op.grad, op.dlog_q}, stream);
+          config, {Tiles(config), jsd_arguments(op.in, config.plan), static_cast<const float*>(op.counts), op.grad, op.dlog_q}, stream);
     });
   });
 }

@@ -77,7 +77,7 @@ LIGER_DEVICE float tanh_beyond_one(float t) {
 }
 // x[j] = tanh(x[j] * inverse_softcap). Few 16-bit logits are larger than the softcap, and for the others a polynomial takes half of the
 // instructions of tanhf.
-template <class T, int N> LIGER_DEVICE void tanh_of_share(const LogitRows& a, float (&x)[N]) {
+template <class T, int N> LIGER_DEVICE void scaled_tanh(const LogitRows& a, float (&x)[N]) {
   float largest = 0;
 #pragma unroll
   for (int j = 0; j < N; ++j) x[j] *= a.inverse_softcap, largest = fmaxf(largest, fabsf(x[j]));
@@ -100,7 +100,7 @@ template <class T, int N> LIGER_DEVICE void multiply(float (&x)[N], float factor
 }
 // x'[j] of logits x[j]: cap() for a softcap (math/softcap.h), transform() with and without one.
 template <class T, int N> LIGER_DEVICE void cap(const LogitRows& a, float (&x)[N], float over_temperature = 1) {
-  tanh_of_share<T>(a, x);
+  scaled_tanh<T>(a, x);
   multiply<T>(x, a.softcap * over_temperature);
 }
 template <class T, int N> LIGER_DEVICE void transform(const LogitRows& a, float (&x)[N], float over_temperature) {

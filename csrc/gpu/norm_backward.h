@@ -54,19 +54,19 @@ template <int VEC, int K, bool Centered> struct NormBackwardSums {
   // order; they overwrite the ring buffers there, which are no longer needed.
   template <class Group> LIGER_DEVICE void store(const NormBackwardArgs& a, const Group& group, const Columns<VEC, K>& columns) const {
     const int width = int(Centered ? 2 * a.cols : a.cols), groups = group.rows_per_block();
-    float* const partial = a.partial + group.team() * width;
-    if (groups == 1) return store_own(opaque(partial), a, columns);
+    float* const partial = a.partial + group.cluster_index() * width;
+    if (groups == 1) return store_sums(opaque(partial), a, columns);
     const Shared<float> all = shared<float>(Group::template shared_bytes<2>());  // [groups][width]
     block_barrier();
-    store_own(&all[group.group * width], a, columns);
+    store_sums(&all[group.row_in_block * width], a, columns);
     block_barrier();
     constexpr int N = VEC > 1 ? 4 : 1;
     for (int col = thread_id() * N; col < width; col += block_threads() * N) {
       Vec<float, N> total = {};
 #pragma unroll 4
-      for (int of = 0; of < groups; ++of) {
+      for (int row = 0; row < groups; ++row) {
         Vec<float, N> one;
-        load(one, &all[of * width + col]);
+        load(one, &all[row * width + col]);
 #pragma unroll
         for (int i = 0; i < N; ++i) total[i] += one[i];
       }
@@ -76,7 +76,7 @@ template <int VEC, int K, bool Centered> struct NormBackwardSums {
 
  private:
   // Called separately for global and for shared memory: accesses by a pointer that may point to both are slower on AMD.
-  LIGER_DEVICE void store_own(float* row, const NormBackwardArgs& a, const Columns<VEC, K>& columns) const {
+  LIGER_DEVICE void store_sums(float* row, const NormBackwardArgs& a, const Columns<VEC, K>& columns) const {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       if (!columns.has(k)) continue;
@@ -107,7 +107,7 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
 
  private:
   enum { dy, z, dsum, inputs = Residual ? 3 : 2 };
-  using Group = std::conditional_t<in_warps, RowWarps<false>, RowGroupOf<in_warps ? 0 : Threads, true, Threads == 0>>;
+  using Group = std::conditional_t<in_warps, RowWarps<false>, BasicRowGroup<in_warps ? 0 : Threads, true, Threads == 0>>;
   using Tile = Columns<VEC, K>;
   using Sums = NormBackwardSums<VEC, K, Centered>;
   using Inputs = Packed<T, VEC>[inputs][K];
@@ -119,14 +119,14 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
   using RowSums = float[Centered ? 2 : 1];  // over a row's columns: of g * n and, for LayerNorm, of g
   // Whether the rows of a block may execute different numbers of iterations: false where a warp may have several rows, or the rows share a
   // barrier.
-  static constexpr bool own_pace = Threads >= 512 || (in_warps && has_group_barriers);
+  static constexpr bool independent_rows = Threads >= 512 || (in_warps && has_group_barriers);
 
   static LIGER_DEVICE void walk(const Args& a) {
     // The last argument: whether to use asynchronous copies (Ampere, Ada). LayerNorm computes more per element, and is slower with them.
     using Stream = RowStream<Group, T, VEC, K, inputs, 2, !Centered>;
     Group group(a.threads_per_row);
     const Tile columns = warp_columns<VEC, K>(group, a.cols);
-    const int64_t step = a.row_step, end = end_of_rows(a.rows, group);
+    const int64_t step = a.row_step, end = row_end(a.rows, group);
     int64_t row = group.first_row();
     Stream stream(group, steps(a, row), a.stages, a.ring_offset);
     const Weights weights(a, columns);
@@ -137,16 +137,16 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
       Inputs in;
       stream.take(in);
       if (a.stages == 1) stream.release();  // otherwise, with one stage, no load would be in flight until the row's sums are computed
-      const bool live = own_pace || row < a.rows;
+      const bool live = independent_rows || row < a.rows;
       if (!live) clear(in);
-      const Statistics of = next;
+      const Statistics row_statistics = next;
       next = statistics(a, row + step);
       Floats g;
       Parts parts;
 #pragma unroll
       for (int k = 0; k < K; ++k) {
         weights.multiply(g[k], in[dy][k], k);
-        add(sums, parts, k, g[k], vectors_of(in, k), of);
+        add(sums, parts, k, g[k], vectors_at(in, k), row_statistics);
       }
       RowSums row_sums;
       parts.total(row_sums);
@@ -154,10 +154,10 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
       if (a.stages > 1) stream.release();  // here all loads are complete: before the sum, release()'s fence would slow the kernel down
       if (a.dz.data == nullptr) continue;
       forget_widened(in);
-      const Gradient gradient(of, row_sums, a.inverse_cols);
+      const Gradient gradient(row_statistics, row_sums, a.inverse_cols);
 #pragma unroll
       for (int k = 0; k < K; ++k) {
-        const Packed<T, VEC> out = gradient(g[k], vectors_of(in, k));
+        const Packed<T, VEC> out = gradient(g[k], vectors_at(in, k));
         if (live && columns.has(k)) store<Hint::stream>(dz + k * columns.step, out);
       }
     }
@@ -168,7 +168,7 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
   // walk() with few registers. Each row is read twice, vector by vector: for its sums, and for dz. Both readings load the weights and
   // compute g.
   static LIGER_DEVICE void walk_with_few_registers(const Args& a) {
-    static_assert(own_pace);  // no thread has a row past the last one, which would need zeros
+    static_assert(independent_rows);  // no thread has a row past the last one, which would need zeros
     using Stream = std::conditional_t<reads_twice, AsyncStream<Group, T, VEC, K, inputs>,
                                       HeldStream<RowStream<Group, T, VEC, K, inputs, 0, true>, T, VEC, K, inputs>>;
     Group group(a.threads_per_row);
@@ -182,7 +182,7 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
     Statistics next = statistics(a, row);
     for (; row < a.rows; row += step, dz += step * a.dz.stride) {
       stream.wait();
-      const Statistics of = next;
+      const Statistics row_statistics = next;
       next = statistics(a, row + step);
       Parts parts;
 #pragma unroll
@@ -191,13 +191,13 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
         const InputVectors in = stream.vectors(k);
         float g[VEC];
         weights.multiply(g, in[dy], k);
-        add(sums, parts, k, g, in, of);
+        add(sums, parts, k, g, in, row_statistics);
       }
       RowSums row_sums;
       parts.total(row_sums);
       if (a.dz.data) group.sum(row_sums);
       stream.read_again();
-      const Gradient gradient(of, row_sums, a.inverse_cols);
+      const Gradient gradient(row_statistics, row_sums, a.inverse_cols);
 #pragma unroll
       for (int k = 0; k < K; ++k) {
         const InputVectors in = stream.vectors(k);
@@ -244,10 +244,11 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
     }
   };
   // Adds vector k of a row to the sums over rows, and to the sums over the row's columns.
-  LIGER_DEVICE static void add(Sums& sums, Parts& parts, int k, const float (&g)[VEC], const InputVectors& in, const Statistics& of) {
+  LIGER_DEVICE static void add(Sums& sums, Parts& parts, int k, const float (&g)[VEC], const InputVectors& in,
+                               const Statistics& row_statistics) {
 #pragma unroll
     for (int i = 0; i < VEC; ++i) {
-      const float n = normalized(in[z][i], of);
+      const float n = normalized(in[z][i], row_statistics);
       sums.dweight[k][i] += in[dy][i] * n;
       parts.sums[0][i % 2] += g[i] * n;
       if constexpr (Centered) {
@@ -259,20 +260,22 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
 
   // Returns (z - mean) * rstd. For 16-bit types it is one multiply-add, which rounds mean * rstd; but mean itself is rounded, too.
   static constexpr bool one_step = !Centered || sizeof(T) == 2;
-  LIGER_DEVICE static float normalized(float z, const Statistics& of) {
-    return !Centered ? z * of.rstd : one_step ? z * of.rstd - of.mean * of.rstd : (z - of.mean) * of.rstd;
+  LIGER_DEVICE static float normalized(float z, const Statistics& row_statistics) {
+    return !Centered  ? z * row_statistics.rstd
+           : one_step ? z * row_statistics.rstd - row_statistics.mean * row_statistics.rstd
+                      : (z - row_statistics.mean) * row_statistics.rstd;
   }
   // dz = rstd * (g - mean(g) - (z - mean) * rstd * mean(g * n)) as a function of g and z.
   struct Gradient {
-    Statistics of;
+    Statistics row_statistics;
     float from_n, from_g, constant;
-    LIGER_DEVICE Gradient(const Statistics& of, const RowSums& sums, float inverse_cols)
-        : of(of),
-          from_n(of.rstd * of.rstd * (sums[0] * inverse_cols)),
-          from_g(Centered ? of.rstd * (sums[Centered] * inverse_cols) : 0),
-          constant(of.mean * from_n - from_g) {}
+    LIGER_DEVICE Gradient(const Statistics& row_statistics, const RowSums& sums, float inverse_cols)
+        : row_statistics(row_statistics),
+          from_n(row_statistics.rstd * row_statistics.rstd * (sums[0] * inverse_cols)),
+          from_g(Centered ? row_statistics.rstd * (sums[Centered] * inverse_cols) : 0),
+          constant(row_statistics.mean * from_n - from_g) {}
     LIGER_DEVICE float operator()(float g, float z) const {
-      return of.rstd * g + (one_step ? constant - z * from_n : -(z - of.mean) * from_n - from_g);
+      return row_statistics.rstd * g + (one_step ? constant - z * from_n : -(z - row_statistics.mean) * from_n - from_g);
     }
     // dz of a vector, plus dsum.
     LIGER_DEVICE Packed<T, VEC> operator()(const float (&g)[VEC], const InputVectors& in) const {
@@ -289,9 +292,9 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
   };
 
   // Returns the end of this thread's rows. Threads that meet at a shuffle or a barrier must execute the same number of iterations. With
-  // own_pace these are the threads of a row. Otherwise they are all threads of the block: its first row decides, and its other rows may be
-  // past the last one.
-  LIGER_DEVICE static int64_t end_of_rows(int64_t rows, const Group& group) { return own_pace ? rows : rows + group.group; }
+  // independent_rows these are the threads of a row. Otherwise they are all threads of the block: its first row decides, and its other rows
+  // may be past the last one.
+  LIGER_DEVICE static int64_t row_end(int64_t rows, const Group& group) { return independent_rows ? rows : rows + group.row_in_block; }
   LIGER_DEVICE static RowSteps<inputs> steps(const Args& a, int64_t row) {
     if constexpr (Residual) return {row, a.row_step, a.rows, a.cols, {a.dy, a.z, a.dsum}};
     else return {row, a.row_step, a.rows, a.cols, {a.dy, a.z}};

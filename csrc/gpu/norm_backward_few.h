@@ -53,9 +53,9 @@ template <class T, int VEC, int K, int Tile, bool Centered> struct NormBackwardF
     }
     for (int mask = warp_width() / 2; mask >= vectors; mask /= 2)
 #pragma unroll
-      for (auto& of : sums)
+      for (auto& values : sums)
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) of[i] += shfl_xor(of[i], mask);
+        for (int i = 0; i < VEC; ++i) values[i] += shfl_xor(values[i], mask);
     constexpr int width = vectors * VEC, sets = Centered ? 2 : 1;
     const Shared<float> all = shared<float>(0);  // [warps][sets][width]
     if (lane_id() < vectors)

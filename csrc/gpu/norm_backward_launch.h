@@ -29,34 +29,34 @@ template <bool Centered> int64_t norm_backward_workspace(const NormBackward<Cent
   return floats * int64_t{sizeof(float)};
 }
 
-template <bool Centered> void norm_backward(const NormBackward<Centered>& of, Stream stream) {
-  NormBackwardArgs a{of.rows,
-                     of.cols,
-                     of.dy,
-                     of.dsum,
-                     of.z,
-                     of.weight,
-                     static_cast<const float*>(of.mean),
-                     static_cast<const float*>(of.rstd),
-                     of.dz,
-                     of.dweight,
-                     of.dbias,
-                     float(of.offset)};
-  a.row_means = static_cast<float*>(of.workspace);
+template <bool Centered> void norm_backward(const NormBackward<Centered>& op, Stream stream) {
+  NormBackwardArgs a{op.rows,
+                     op.cols,
+                     op.dy,
+                     op.dsum,
+                     op.z,
+                     op.weight,
+                     static_cast<const float*>(op.mean),
+                     static_cast<const float*>(op.rstd),
+                     op.dz,
+                     op.dweight,
+                     op.dbias,
+                     float(op.offset)};
+  a.row_means = static_cast<float*>(op.workspace);
   const bool parameters = a.dweight.data || a.dbias.data;
   if (parameters) a.partial = a.row_means + row_means_floats(a.rows);
   const bool frozen = !parameters && a.weight.data && a.weight.dtype == a.z.dtype;
   a.inverse_cols = 1.0f / float(a.cols);
-  const launch::NormBackwardLaunches made =
+  const launch::NormBackwardLaunches config =
       launch::norm_backward(device_profile(stream.device), a.rows, a.cols, norm_backward_vec(a),
                             {.centered = Centered, .mixed = norm_backward_mixed(a), .frozen = frozen, .inputs = a.dsum.data ? 3 : 2});
-  const launch::Launch& main = made.main;
+  const launch::Launch& main = config.main;
   const launch::LaunchPlan& plan = main.plan;
   if (main.is(launch::norm_backward_tiles)) {
     a.rows_per_block = launch::ceil_div(a.rows, plan.partial_rows);
     if (a.dz.data)
-      with_instance<launch::norm_backward_means>(made.means,
-                                                 [&]<Instance I>() { launch<NormBackwardMeans<I.vec, Centered>>(made.means, a, stream); });
+      with_instance<launch::norm_backward_means>(
+          config.means, [&]<Instance I>() { launch<NormBackwardMeans<I.vec, Centered>>(config.means, a, stream); });
     with_instance<launch::norm_backward_tiles>(main, [&]<Instance I>() { launch<NormBackwardTiles<I.vec, Centered>>(main, a, stream); });
   } else {
     a.threads_per_row = plan.threads_per_row;

@@ -96,23 +96,23 @@ template <class T, int VEC, int K, NormForwardKind Kind> struct NormTile {
         }
     return total;
   }
-  LIGER_DEVICE void store_statistics(const NormStatistics& of) const {
-    a.rstd[row] = of.rstd;
-    if constexpr (Centered) a.mean[row] = of.mean;
+  LIGER_DEVICE void store_statistics(const NormStatistics& statistics) const {
+    a.rstd[row] = statistics.rstd;
+    if constexpr (Centered) a.mean[row] = statistics.mean;
   }
 
   // The address of y at this thread's first column.
   LIGER_DEVICE T* output() const { return opaque(static_cast<T*>(a.y.data) + (row * a.y.stride + columns.first)); }
   // Stores y = n * (weight + offset) + bias.
   template <class Parameters>
-  LIGER_DEVICE void write(T* out, const Values& z, const NormStatistics& of, const Parameters& parameters, float offset) const {
+  LIGER_DEVICE void write(T* out, const Values& z, const NormStatistics& statistics, const Parameters& parameters, float offset) const {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       if (!columns.has(k)) continue;
       float y[VEC];
 #pragma unroll
       for (int i = 0; i < VEC; ++i) {
-        y[i] = normalized(z[k][i], of.mean, of.rstd);
+        y[i] = normalized(z[k][i], statistics.mean, statistics.rstd);
         if (!Centered && a.round_normalized) y[i] = round_to<T>(y[i]);
       }
       parameters.apply(y, k, columns.first + k * columns.step, offset);
@@ -132,7 +132,7 @@ template <class T, int VEC, int K, NormForwardKind Kind> struct NormTile {
       for (int i = 0; i < VEC; ++i) n[i] = z[k][i] * rstd;
       Packed<T, VEC> rounded;
       rounded.set(n);
-      gpu::store<Hint::stream>(out + k * columns.step, products(rounded, parameters.weight_of(k, columns.first + k * columns.step)));
+      gpu::store<Hint::stream>(out + k * columns.step, products(rounded, parameters.weight_vector(k, columns.first + k * columns.step)));
     }
   }
 
@@ -159,7 +159,7 @@ template <class T, int VEC, int K, bool Centered, bool WithRow> struct TypedPara
     if constexpr (holds_bias) columns.template load<Hint::constant>(bias, a.bias.data);
   }
   // The weights of vector k, which begins at column `at`.
-  LIGER_DEVICE Packed<T, VEC> weight_of(int k, int64_t at) const {
+  LIGER_DEVICE Packed<T, VEC> weight_vector(int k, int64_t at) const {
     if constexpr (holds_weight) return weight[k];
     Packed<T, VEC> w;
     gpu::load<Hint::constant>(w, static_cast<const T*>(a.weight.data) + at);
@@ -167,7 +167,7 @@ template <class T, int VEC, int K, bool Centered, bool WithRow> struct TypedPara
   }
   // Computes y of vector k from n, in place.
   LIGER_DEVICE void apply(float (&n)[VEC], int k, int64_t at, float offset) const {
-    const Packed<T, VEC> w = weight_of(k, at);
+    const Packed<T, VEC> w = weight_vector(k, at);
     Packed<T, VEC> b = {};
     if constexpr (holds_bias) b = bias[k];
     else if constexpr (Centered) gpu::load<Hint::constant>(b, static_cast<const T*>(a.bias.data) + at);
@@ -175,10 +175,10 @@ template <class T, int VEC, int K, bool Centered, bool WithRow> struct TypedPara
     for (int i = 0; i < VEC; ++i) n[i] = Centered ? n[i] * w[i] + b[i] : n[i] * (w[i] + offset);
   }
   // One branch per row, not one per element.
-  template <class Tile> LIGER_DEVICE void finish(const Tile& tile, const typename Tile::Values& z, const NormStatistics& of) const {
+  template <class Tile> LIGER_DEVICE void finish(const Tile& tile, const typename Tile::Values& z, const NormStatistics& statistics) const {
     T* const out = tile.output();
-    if (!Centered && a.as_llama) tile.write_as_llama(out, z, of.rstd, *this);
-    else tile.write(out, z, of, *this, a.offset);
+    if (!Centered && a.as_llama) tile.write_as_llama(out, z, statistics.rstd, *this);
+    else tile.write(out, z, statistics, *this, a.offset);
   }
 };
 
@@ -190,7 +190,7 @@ template <int VEC, bool Centered> struct AnyParameters {
   template <class Columns> LIGER_DEVICE void load_weight(const Columns&) {}
   template <class Columns> LIGER_DEVICE void load_bias(const Columns&) {}
   // W: the type of the weight or, without a weight, of the bias.
-  template <class W> struct Of {
+  template <class W> struct Typed {
     const NormForwardArgs& a;
 
     LIGER_DEVICE void apply(float (&n)[VEC], int, int64_t at, float offset) const {
@@ -201,7 +201,7 @@ template <int VEC, bool Centered> struct AnyParameters {
         for (int i = 0; i < VEC; ++i) n[i] *= Centered ? p[i] : p[i] + offset;
       }
       if (!Centered || a.bias.data == nullptr) return;
-      if (a.bias.dtype == dtype_of<W>) {
+      if (a.bias.dtype == dtype_constant<W>) {
         gpu::load<Hint::constant>(p, static_cast<const W*>(a.bias.data) + at);
 #pragma unroll
         for (int i = 0; i < VEC; ++i) n[i] += p[i];
@@ -213,9 +213,9 @@ template <int VEC, bool Centered> struct AnyParameters {
       }
     }
   };
-  template <class Tile> LIGER_DEVICE void finish(const Tile& tile, const typename Tile::Values& z, const NormStatistics& of) const {
+  template <class Tile> LIGER_DEVICE void finish(const Tile& tile, const typename Tile::Values& z, const NormStatistics& statistics) const {
     with_dtype(a.weight.data ? a.weight.dtype : a.bias.dtype, [&](auto tag) {  // one branch per row
-      tile.write(tile.output(), z, of, Of<std::remove_cvref_t<decltype(tag)>>{a}, a.offset);
+      tile.write(tile.output(), z, statistics, Typed<std::remove_cvref_t<decltype(tag)>>{a}, a.offset);
     });
   }
 };
@@ -231,7 +231,7 @@ template <class T, int VEC, int K, int Threads, NormForwardKind Kind> struct Nor
   using Args = NormForwardArgs;
   using Tile = NormTile<T, VEC, K, Kind>;
   using Parameters = NormParameters<T, VEC, K, Kind, (K <= 4 || (clusters && !Centered))>;
-  using Group = std::conditional_t<in_warps, RowWarps<true>, RowGroupOf<in_lanes ? Threads : 0, clusters>>;
+  using Group = std::conditional_t<in_warps, RowWarps<true>, BasicRowGroup<in_lanes ? Threads : 0, clusters>>;
   static constexpr int max_threads = launch::norm_forward_registers.instance(VEC, K, Threads).max_threads,
                        min_blocks = in_warps   ? launch::forward_warps_blocks
                                     : in_lanes ? launch::forward_lanes_blocks
@@ -264,7 +264,7 @@ template <class T, int VEC, int K, int Threads, NormForwardKind Kind> struct Nor
     using First = NormTile<T, VEC, 1, Kind>;
     typename First::Values values;
     First{tile.a, {0, 1, tile.row < tile.a.rows ? VEC : 0}, tile.row}.load_as_t(values, tile.a.x);
-    mean = mean_of(values[0]);
+    mean = vector_mean(values[0]);
     held_moments(group, tile.columns, z, tile.a, mean, variance);
   }
   // Forces the compiler to widen z again. Otherwise it keeps the widened values in registers during the exchange, and spills.
@@ -331,50 +331,50 @@ template <class T, int VEC, NormForwardKind Kind> struct NormForwardReread {
 };
 
 // Returns whether this instance is compiled for results of type T and for this kind.
-template <class T, NormForwardKind Kind> constexpr bool norm_forward_fits(const launch::Instance& of) {
-  return fits<T>(of) && launch::norm_forward_has(Kind, of);
+template <class T, NormForwardKind Kind> constexpr bool norm_forward_fits(const launch::Instance& instance) {
+  return fits<T>(instance) && launch::norm_forward_has(Kind, instance);
 }
 
-template <bool Centered> void norm_forward(const NormForward<Centered>& of, Stream stream) {
-  NormForwardArgs a{of.rows,
-                    of.cols,
-                    of.x,
-                    of.residual,
-                    of.sum,
-                    of.y,
-                    of.weight,
-                    of.bias,
-                    static_cast<float*>(of.mean),
-                    static_cast<float*>(of.rstd),
-                    float(of.eps),
-                    float(of.offset),
-                    of.round_normalized};
+template <bool Centered> void norm_forward(const NormForward<Centered>& op, Stream stream) {
+  NormForwardArgs a{op.rows,
+                    op.cols,
+                    op.x,
+                    op.residual,
+                    op.sum,
+                    op.y,
+                    op.weight,
+                    op.bias,
+                    static_cast<float*>(op.mean),
+                    static_cast<float*>(op.rstd),
+                    float(op.eps),
+                    float(op.offset),
+                    op.round_normalized};
   if (a.rows == 0 || a.cols == 0) return;
   const bool wide = aligned(a.x, a.cols) && aligned(a.residual, a.cols) && aligned(a.sum, a.cols) && aligned(a.y, a.cols) &&
                     aligned(a.weight, a.cols) && aligned(a.bias, a.cols);
-  const int wide_vec = 16 / int(size_of(a.y.dtype)), vec = wide && a.cols % wide_vec == 0 ? wide_vec : 1;
+  const int wide_vec = 16 / int(dtype_bytes(a.y.dtype)), vec = wide && a.cols % wide_vec == 0 ? wide_vec : 1;
   const auto has_dtype = [&](const Vector& parameter) { return parameter.data && parameter.dtype == a.y.dtype; };
   const bool same_dtype = vec > 1 && has_dtype(a.weight) && (!Centered || has_dtype(a.bias));
   const NormForwardKind kind{.centered = Centered, .residual = a.residual.data != nullptr, .same_dtype = same_dtype};
-  const launch::Launch made = launch::norm_forward(device_profile(stream.device), a.rows, a.cols, vec, kind);
+  const launch::Launch config = launch::norm_forward(device_profile(stream.device), a.rows, a.cols, vec, kind);
   a.inverse_cols = 1.0f / float(a.cols);
   a.as_llama = a.round_normalized && a.offset == 0;
-  a.threads_per_row = made.plan.threads_per_row;
+  a.threads_per_row = config.plan.threads_per_row;
   dispatch(a.y.dtype, [&](auto tag) {
     using T = decltype(tag);
-    const auto of_kind = [&]<NormForwardKind Kind>() {
+    const auto launch_kind = [&]<NormForwardKind Kind>() {
       constexpr auto fitting = norm_forward_fits<T, Kind>;
-      if (made.is(launch::norm_forward_reread))
+      if (config.is(launch::norm_forward_reread))
         with_instance<launch::norm_forward_reread, fitting>(
-            made, [&]<Instance I>() { launch<NormForwardReread<T, I.vec, Kind>>(made, a, stream); });
+            config, [&]<Instance I>() { launch<NormForwardReread<T, I.vec, Kind>>(config, a, stream); });
       else
         with_instance<launch::norm_forward_registers, fitting>(
-            made, [&]<Instance I>() { launch<NormForwardRegisters<T, I.vec, I.k, I.threads, Kind>>(made, a, stream); });
+            config, [&]<Instance I>() { launch<NormForwardRegisters<T, I.vec, I.k, I.threads, Kind>>(config, a, stream); });
     };
     // LayerNorm has no residual. Kernels for parameters of any dtype decide at run time whether there is a residual.
-    if (!same_dtype) of_kind.template operator()<NormForwardKind{Centered, !Centered, false}>();
-    else if (Centered || !kind.residual) of_kind.template operator()<NormForwardKind{Centered, false, true}>();
-    else of_kind.template operator()<NormForwardKind{Centered, !Centered, true}>();
+    if (!same_dtype) launch_kind.template operator()<NormForwardKind{Centered, !Centered, false}>();
+    else if (Centered || !kind.residual) launch_kind.template operator()<NormForwardKind{Centered, false, true}>();
+    else launch_kind.template operator()<NormForwardKind{Centered, !Centered, true}>();
   });
 }
 

@@ -42,17 +42,17 @@ template <class T> struct VectorExponentials : Exponentials {
   // Starts with the vectors k of a row for which has(k) is true.
   template <int VEC, int K, class F> LIGER_DEVICE VectorExponentials(const Packed<T, VEC> (&x)[1][K], F has) {
     max = largest(x[0], has);
-    sum = sum_of(x[0], has);
+    sum = exponential_sum(x[0], has);
   }
   template <int VEC, int K, class F> LIGER_DEVICE void add(const Packed<T, VEC> (&x)[1][K], F has) {
     const float found = largest(x[0], has);
     if (found > max) rescale<T>(found);
-    sum += sum_of(x[0], has);
+    sum += exponential_sum(x[0], has);
   }
 
  private:
   // Sums each vector by itself first, so that the large sum is rounded fewer times.
-  template <int VEC, int K, class F> LIGER_DEVICE float sum_of(const Packed<T, VEC> (&x)[K], F has) const {
+  template <int VEC, int K, class F> LIGER_DEVICE float exponential_sum(const Packed<T, VEC> (&x)[K], F has) const {
     float total = 0;
 #pragma unroll
     for (int k = 0; k < K; ++k) {

@@ -3,8 +3,8 @@
 //
 // A kernel is a struct,
 //   struct K { struct Args {plain data}; static constexpr int max_threads; static LIGER_DEVICE void run(const Args&); };
-// and launch<K>(made, args, stream) launches it as `made`, a launch::Launch (launch/launch.h), describes. All lanes of a warp must reach
-// its collectives, and all threads of a block its barriers. So a thread whose row lies past the end clears a `live` flag and does not
+// and launch<K>(config, args, stream) launches it as `config`, a launch::Launch (launch/launch.h), describes. All lanes of a warp must
+// reach its collectives, and all threads of a block its barriers. So a thread whose row lies past the end clears a `live` flag and does not
 // return early, and loops that contain collectives have the same trip count in all threads of the block.
 #pragma once
 #include <cstdint>
@@ -56,7 +56,10 @@ struct f16 {
   uint16_t bits;
 };
 
-template <class T> constexpr Dtype dtype_of = std::is_same_v<T, float> ? Dtype::f32 : std::is_same_v<T, bf16> ? Dtype::bf16 : Dtype::f16;
+template <class T>
+constexpr Dtype dtype_constant = std::is_same_v<T, float>  ? Dtype::f32
+                                 : std::is_same_v<T, bf16> ? Dtype::bf16
+                                                           : Dtype::f16;
 
 LIGER_DEVICE float to_float(float v) { return v; }
 LIGER_DEVICE float to_float(bf16 v) { return bit_cast<float>(uint32_t{v.bits} << 16); }
@@ -143,7 +146,7 @@ template <class T, int N, int K, class F> LIGER_DEVICE float largest(const Packe
     for (int k = 0; k < K; ++k)
       if (has(k))
 #pragma unroll
-        for (int w = 0; w < N / 2; ++w) most = is_bf16 ? max_of_bf16s(most, x[k].data[w]) : max_of_halves(most, x[k].data[w]);
+        for (int w = 0; w < N / 2; ++w) most = is_bf16 ? bf16_maxima(most, x[k].data[w]) : half_maxima(most, x[k].data[w]);
     const Packed<T, 2> pair{{most}};
     return fmaxf(pair[0], pair[1]);
   }
@@ -164,7 +167,7 @@ template <class T, int N> LIGER_DEVICE Packed<T, N> products(const Packed<T, N>&
   if constexpr (sizeof(T) == 2 && N > 1) {
 #pragma unroll
     for (int w = 0; w < N / 2; ++w)
-      out.data[w] = std::is_same_v<T, bf16> ? products_of_bf16s(a.data[w], b.data[w]) : products_of_halves(a.data[w], b.data[w]);
+      out.data[w] = std::is_same_v<T, bf16> ? bf16_products(a.data[w], b.data[w]) : half_products(a.data[w], b.data[w]);
   } else
 #endif
   {
@@ -259,8 +262,8 @@ struct ExactSum {
   // If the sum is infinite, the error is NaN and is ignored.
   LIGER_DEVICE float total() const { return v[1] == v[1] ? v[0] + v[1] : v[0]; }
   static LIGER_DEVICE void join(float (&a)[2], const float (&b)[2]) {
-    const float sum = a[0] + b[0], of_b = sum - a[0];
-    a[1] += b[1] + (a[0] - (sum - of_b)) + (b[0] - of_b);
+    const float sum = a[0] + b[0], rounded_b = sum - a[0];
+    a[1] += b[1] + (a[0] - (sum - rounded_b)) + (b[0] - rounded_b);
     a[0] = sum;
   }
 };
@@ -280,8 +283,8 @@ LIGER_DEVICE int64_t quotient(int64_t a, int64_t b) {
 // Computes n / d for 0 <= n < 2^31 by a multiplication. The host constructs it, and a kernel receives it in its arguments.
 struct Divisor {
   uint32_t d, shift = 31, multiplier;
-  explicit Divisor(int64_t of) : d(uint32_t(of)) {
-    while (int64_t{1} << (shift - 31) < of) ++shift;
+  explicit Divisor(int64_t divisor) : d(uint32_t(divisor)) {
+    while (int64_t{1} << (shift - 31) < divisor) ++shift;
     multiplier = uint32_t(((uint64_t{1} << shift) + d - 1) / d);
   }
   LIGER_DEVICE int operator()(int n) const { return int(uint64_t{uint32_t(n)} * multiplier >> shift); }
@@ -315,8 +318,8 @@ template <class F> void dispatch(Dtype dtype, F&& f) {
 using launch::Instance;
 using launch::with_instance;
 // Returns whether this instance is compiled for the element type T: its accesses must have one element, or 16 bytes.
-template <class T> constexpr bool fits(const launch::Instance& of) {
-  return (of.vec == 1 || of.vec * int(sizeof(T)) == 16) && (may_have_clusters || !of.ahead);
+template <class T> constexpr bool fits(const launch::Instance& instance) {
+  return (instance.vec == 1 || instance.vec * int(sizeof(T)) == 16) && (may_have_clusters || !instance.ahead);
 }
 
 // The access of an elementwise op to rows of one dtype: the elements per access, and `contiguous`, true if there are no gaps between rows.
@@ -325,7 +328,7 @@ struct Elementwise {
   bool contiguous;
 };
 template <class... All> Elementwise elementwise(int64_t rows, int64_t cols, Dtype dtype, const All&... tensors) {
-  return {(aligned(tensors, cols) && ...) ? 16 / int(size_of(dtype)) : 1, ((tensors.stride == cols || rows == 1) && ...)};
+  return {(aligned(tensors, cols) && ...) ? 16 / int(dtype_bytes(dtype)) : 1, ((tensors.stride == cols || rows == 1) && ...)};
 }
 
 }  // namespace liger::gpu

@@ -43,17 +43,17 @@ LIGER_DEVICE uint32_t floats_to_halves(float low, float high) { return bit_cast<
 // The elementwise maxima of two pairs of values. The maximum of a NaN and a number is the number.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 #define LIGER_HAS_PAIRS 1
-LIGER_DEVICE uint32_t max_of_bf16s(uint32_t a, uint32_t b) {
+LIGER_DEVICE uint32_t bf16_maxima(uint32_t a, uint32_t b) {
   return bit_cast<uint32_t>(__hmax2(bit_cast<__nv_bfloat162>(a), bit_cast<__nv_bfloat162>(b)));
 }
-LIGER_DEVICE uint32_t max_of_halves(uint32_t a, uint32_t b) {
+LIGER_DEVICE uint32_t half_maxima(uint32_t a, uint32_t b) {
   return bit_cast<uint32_t>(__hmax2(bit_cast<__half2>(a), bit_cast<__half2>(b)));
 }
 // The elementwise products of two pairs of values, rounded once.
-LIGER_DEVICE uint32_t products_of_bf16s(uint32_t a, uint32_t b) {
+LIGER_DEVICE uint32_t bf16_products(uint32_t a, uint32_t b) {
   return bit_cast<uint32_t>(__hmul2(bit_cast<__nv_bfloat162>(a), bit_cast<__nv_bfloat162>(b)));
 }
-LIGER_DEVICE uint32_t products_of_halves(uint32_t a, uint32_t b) {
+LIGER_DEVICE uint32_t half_products(uint32_t a, uint32_t b) {
   return bit_cast<uint32_t>(__hmul2(bit_cast<__half2>(a), bit_cast<__half2>(b)));
 }
 #endif
@@ -154,7 +154,7 @@ LIGER_DEVICE void wait_for_copies(int left) {
 LIGER_DEVICE int uniform(int v) { return __shfl_sync(0xffffffffu, v, 0); }
 LIGER_DEVICE int64_t uniform(int64_t v) { return __shfl_sync(0xffffffffu, static_cast<long long>(v), 0); }
 // Returns true in one lane of a warp; all lanes must call it. The compiler then treats a branch on it as one thread's.
-LIGER_DEVICE bool elected() {
+LIGER_DEVICE bool is_elected_lane() {
 #if defined(LIGER_HAS_CLUSTERS)
   unsigned is_it;
   asm volatile("{ .reg .pred it; elect.sync _|it, 0xffffffff; selp.u32 %0, 1, 0, it; }" : "=r"(is_it));
@@ -164,7 +164,7 @@ LIGER_DEVICE bool elected() {
 #endif
 }
 // The position of the highest set bit of v > 0.
-LIGER_DEVICE int log2_of(int v) { return 31 - __clz(v); }
+LIGER_DEVICE int highest_bit(int v) { return 31 - __clz(v); }
 // A kernel launched with `pdl` starts while the previous kernel on the stream still runs, as soon as all blocks of that kernel have called
 // let_next_kernel_start(). It may read that kernel's results only after wait_for_previous_kernel().
 LIGER_DEVICE void let_next_kernel_start() {
@@ -270,13 +270,13 @@ LIGER_DEVICE int atomic_claim(int* flag) { return atomicCAS_system(flag, 0, 1); 
 LIGER_DEVICE void publish_to_host() { __threadfence_system(); }
 
 // Blocks of a kernel that a multiprocessor should hold at a time, which bounds the kernel's registers: K::min_blocks, or 1.
-template <class K> constexpr int min_blocks_of() {
+template <class K> constexpr int min_blocks_per_multiprocessor() {
   if constexpr (requires { K::min_blocks; }) return K::min_blocks;
   else return 1;
 }
 
 template <class K>
-__global__ void __launch_bounds__(K::max_threads, min_blocks_of<K>()) entry(const __grid_constant__ typename K::Args args) {
+__global__ void __launch_bounds__(K::max_threads, min_blocks_per_multiprocessor<K>()) entry(const __grid_constant__ typename K::Args args) {
   K::run(args);
 }
 
@@ -302,21 +302,21 @@ template <class K> void allow_shared_memory(const void* function, int device) {
   if (device < 64) allowed[device].store(true, std::memory_order_relaxed);
 }
 
-template <class K> void launch(const launch::Launch& made, const typename K::Args& args, Stream stream) {
-  const launch::LaunchPlan& plan = made.plan;
+template <class K> void launch(const launch::Launch& config, const typename K::Args& args, Stream stream) {
+  const launch::LaunchPlan& plan = config.plan;
   void* parameters[] = {const_cast<void*>(static_cast<const void*>(&args))};
   const void* function = reinterpret_cast<const void*>(&entry<K>);
   if (plan.smem > 48 * 1024) allow_shared_memory<K>(function, stream.device);
-  cudaLaunchConfig_t config{dim3(plan.grid), dim3(plan.block), size_t(plan.smem), static_cast<cudaStream_t>(stream.handle)};
+  cudaLaunchConfig_t cuda_config{dim3(plan.grid), dim3(plan.block), size_t(plan.smem), static_cast<cudaStream_t>(stream.handle)};
   cudaLaunchAttribute attributes[2];
-  config.attrs = attributes;
-  if (plan.cluster > 1) attributes[config.numAttrs++] = cluster_attribute(plan.cluster);
+  cuda_config.attrs = attributes;
+  if (plan.cluster > 1) attributes[cuda_config.numAttrs++] = cluster_attribute(plan.cluster);
   if (plan.pdl) {
-    cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
+    cudaLaunchAttribute& overlap = attributes[cuda_config.numAttrs++];
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
   }
-  if (const auto code = cudaLaunchKernelExC(&config, function, parameters)) throw_launch_error(code, "launching a kernel");
+  if (const auto code = cudaLaunchKernelExC(&cuda_config, function, parameters)) throw_launch_error(code, "launching a kernel");
 }
 
 }  // namespace liger::gpu

@@ -46,10 +46,10 @@ LIGER_DEVICE void group_barrier(int, int) { block_barrier(); }
 LIGER_DEVICE constexpr int cluster_blocks() { return 1; }
 LIGER_DEVICE constexpr int cluster_rank() { return 0; }
 // The position of the highest set bit of v > 0.
-LIGER_DEVICE int log2_of(int v) { return 31 - __builtin_clz(unsigned(v)); }
+LIGER_DEVICE int highest_bit(int v) { return 31 - __builtin_clz(unsigned(v)); }
 LIGER_DEVICE int uniform(int v) { return __builtin_amdgcn_readfirstlane(v); }
 LIGER_DEVICE int64_t uniform(int64_t v) { return int64_t(uniform(int(v >> 32))) << 32 | uint32_t(uniform(int(v))); }
-LIGER_DEVICE bool elected() { return lane_id() == 0; }
+LIGER_DEVICE bool is_elected_lane() { return lane_id() == 0; }
 LIGER_DEVICE void let_next_kernel_start() {}
 LIGER_DEVICE void wait_for_previous_kernel() {}
 LIGER_DEVICE void warp_barrier() { __builtin_amdgcn_wave_barrier(); }
@@ -164,8 +164,8 @@ template <class K> __global__ void __launch_bounds__(K::max_threads, waves_per_u
 [[noreturn]] void throw_unsupported_dtype();
 [[noreturn]] void throw_launch_error(int code, const char* what);
 
-template <class K> void launch(const launch::Launch& made, const typename K::Args& args, Stream stream) {
-  const launch::LaunchPlan& plan = made.plan;
+template <class K> void launch(const launch::Launch& config, const typename K::Args& args, Stream stream) {
+  const launch::LaunchPlan& plan = config.plan;
   void* parameters[] = {const_cast<void*>(static_cast<const void*>(&args))};
   const auto code = hipLaunchKernel(reinterpret_cast<const void*>(&entry<K>), dim3(plan.grid), dim3(plan.block), parameters, plan.smem,
                                     static_cast<hipStream_t>(stream.handle));

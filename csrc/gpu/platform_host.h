@@ -88,7 +88,7 @@ LIGER_DEVICE void close_copies() { simt::close_copies(); }
 LIGER_DEVICE void wait_for_copies(int left) { simt::wait_for_copies(left); }
 #endif
 // The position of the highest set bit of v > 0.
-LIGER_DEVICE int log2_of(int v) { return 31 - __builtin_clz(unsigned(v)); }
+LIGER_DEVICE int highest_bit(int v) { return 31 - __builtin_clz(unsigned(v)); }
 LIGER_DEVICE void warp_barrier(source_location where = source_location::current()) { simt::warp_barrier(where); }
 LIGER_DEVICE float shfl_xor(float v, int mask, source_location where = source_location::current()) {
   return bit_cast<float>(simt::shuffle_xor(bit_cast<uint32_t>(v), mask, where));
@@ -114,7 +114,7 @@ LIGER_DEVICE float rounded_product(float a, float b) { return a * b; }
 
 LIGER_DEVICE int uniform(int v) { return v; }
 LIGER_DEVICE int64_t uniform(int64_t v) { return v; }
-LIGER_DEVICE bool elected() { return lane_id() == 0; }
+LIGER_DEVICE bool is_elected_lane() { return lane_id() == 0; }
 // Kernels run one after the other on the host target.
 LIGER_DEVICE void let_next_kernel_start() {}
 LIGER_DEVICE void wait_for_previous_kernel() {}
@@ -139,9 +139,9 @@ LIGER_DEVICE void publish_to_host() {}
 [[noreturn]] void throw_unsupported_dtype();
 [[noreturn]] void throw_launch_error(int code, const char* what);
 
-template <class K> void launch(const launch::Launch& made, const typename K::Args& args, Stream) {
+template <class K> void launch(const launch::Launch& config, const typename K::Args& args, Stream) {
   const auto run = [](const void* a) { K::run(*static_cast<const typename K::Args*>(a)); };
-  simt::run({simt::Known<K>::index, K::max_threads, run, &args, sizeof(args)}, made);
+  simt::run({simt::Registered<K>::index, K::max_threads, run, &args, sizeof(args)}, config);
 }
 
 }  // namespace liger::gpu

@@ -50,7 +50,7 @@ inline int current_device() {
   return device;
 }
 inline void clear_last_error() { static_cast<void>(hipGetLastError()); }
-inline int standing_error() { return hipFree(nullptr); }
+inline int pending_error() { return hipFree(nullptr); }
 inline const char* error_text(int code) { return hipGetErrorString(hipError_t(code)); }
 inline bool is_missing_code(int code) { return code == hipErrorNoBinaryForGpu || code == hipErrorInvalidDeviceFunction; }
 inline std::string architecture(const launch::DeviceProfile& device) { return architecture_text(device); }
@@ -75,7 +75,7 @@ inline void check(cudaError_t code, const char* what) {
 }
 inline void clear_last_error() { cudaGetLastError(); }
 // Returns the error that an earlier call has left: a call that does nothing returns it.
-inline int standing_error() { return cudaFree(nullptr); }
+inline int pending_error() { return cudaFree(nullptr); }
 inline bool is_missing_code(int code) {
   return code == cudaErrorNoKernelImageForDevice || code == cudaErrorInvalidDeviceFunction || code == cudaErrorUnsupportedPtxVersion;
 }
@@ -182,7 +182,7 @@ inline void allocate_mapped(size_t bytes, void** host, void** device) {
 inline launch::DeviceProfile read_profile(int) { return simt::profile(); }
 inline int current_device() { return 0; }
 inline void clear_last_error() {}
-inline int standing_error() { return 0; }
+inline int pending_error() { return 0; }
 inline const char* error_text(int) { return "an error"; }
 inline bool is_missing_code(int) { return false; }
 inline std::string architecture(const launch::DeviceProfile& device) { return device.name; }
@@ -190,7 +190,7 @@ inline std::string built_for() { return "the host"; }
 inline std::string rebuild_hint(const launch::DeviceProfile&) { return "make test"; }
 inline void allocate_mapped(size_t bytes, void** host, void** device) {
   *host = *device = std::calloc(1, bytes);
-  simt::allow(*host, bytes);
+  simt::exclude_from_checks(*host, bytes);
 }
 
 #endif

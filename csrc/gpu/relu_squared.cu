@@ -62,11 +62,11 @@ template <template <class, int> class Kernel, const launch::Kernel& Instances, c
 void start(const Op& a, Stream stream, const Tensors&... tensors) {
   if (a.rows == 0 || a.cols == 0) return;
   const auto [vec, contiguous] = elementwise(a.rows, a.cols, a.x.dtype, tensors...);
-  const launch::Launch made = launch::relu_squared(device_profile(stream.device), Instances, a.rows, a.cols, vec, contiguous);
-  const Tiles tiles(made);
+  const launch::Launch config = launch::relu_squared(device_profile(stream.device), Instances, a.rows, a.cols, vec, contiguous);
+  const Tiles tiles(config);
   dispatch(a.x.dtype, [&](auto tag) {
     using T = decltype(tag);
-    with_instance<Instances, fits<T>>(made, [&]<Instance I>() { launch<Kernel<T, I.vec>>(made, {tiles, a}, stream); });
+    with_instance<Instances, fits<T>>(config, [&]<Instance I>() { launch<Kernel<T, I.vec>>(config, {tiles, a}, stream); });
   });
 }
 

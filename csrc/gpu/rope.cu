@@ -56,14 +56,14 @@ template <class T, int VEC> LIGER_DEVICE void join(Packed<T, VEC>& first, Packed
   second = b;
 }
 
-template <class T, int VEC, bool Interleaved> struct RopeOf {
+template <class T, int VEC, bool Interleaved> struct RopeRotation {
   static constexpr int max_threads = (Interleaved ? launch::rope_interleaved_kernel : launch::rope_kernel).instance(VEC).max_threads,
                        min_blocks = 4, heads_in_flight = launch::rope_heads_in_flight;
   struct Args {
     Rope rope;
     int first;  // the launch's first position
     int threads, q_slots, k_slots;  // threads: of the grid; slots: heads of q, and of k, that a position's threads process side by side
-    Divisor per_position, per_slot, of_seq;  // by the threads per position, threads per slot, positions per sequence
+    Divisor per_position, per_slot, by_seq;  // by the threads per position, threads per slot, positions per sequence
   };
   // The factors of the lower and of the upper vector: out = x * cos + (the other vector's x) * sin. `sin` includes the sign.
   template <class Table> struct Rotation {
@@ -76,17 +76,17 @@ template <class T, int VEC, bool Interleaved> struct RopeOf {
     if (index >= args.threads) return;  // no collective operation follows
     const int nth = args.per_position(index), within = index - nth * int(args.per_position.d);
     const int slot = args.per_slot(within), place = within - slot * int(args.per_slot.d);
-    const int position = args.first + nth, batch = args.of_seq(position), seq = position - batch * int(args.of_seq.d);
-    const bool of_q = slot < args.q_slots;
+    const int position = args.first + nth, batch = args.by_seq(position), seq = position - batch * int(args.by_seq.d);
+    const bool is_q = slot < args.q_slots;
     // Selects members one by one: a reference to one of two arguments would be an address and move all arguments to memory.
-    const auto of = [&](auto member) { return of_q ? a.q.*member : a.k.*member; };
-    const int step = of_q ? args.q_slots : args.k_slots, first = of_q ? slot : slot - args.q_slots;
-    const bool two = first + step < int(of(&RopeHeads::heads));  // whether the thread has two heads; they are `step` apart
-    const int64_t in_head = of(&RopeHeads::in_head), out_head = of(&RopeHeads::out_head);
-    const T* const in =
-        static_cast<const T*>(of(&RopeHeads::in)) + (batch * of(&RopeHeads::in_batch) + seq * of(&RopeHeads::in_seq) + first * in_head);
-    T* const out =
-        static_cast<T*>(of(&RopeHeads::out)) + (batch * of(&RopeHeads::out_batch) + seq * of(&RopeHeads::out_seq) + first * out_head);
+    const auto select = [&](auto member) { return is_q ? a.q.*member : a.k.*member; };
+    const int step = is_q ? args.q_slots : args.k_slots, first = is_q ? slot : slot - args.q_slots;
+    const bool has_second_head = first + step < int(select(&RopeHeads::heads));  // whether the thread has two heads; they are `step` apart
+    const int64_t in_head = select(&RopeHeads::in_head), out_head = select(&RopeHeads::out_head);
+    const T* const in = static_cast<const T*>(select(&RopeHeads::in)) +
+                        (batch * select(&RopeHeads::in_batch) + seq * select(&RopeHeads::in_seq) + first * in_head);
+    T* const out = static_cast<T*>(select(&RopeHeads::out)) +
+                   (batch * select(&RopeHeads::out_batch) + seq * select(&RopeHeads::out_seq) + first * out_head);
     const int half = int(a.rotary_dim / 2), rotating = half / VEC, passing = int(a.head_dim - a.rotary_dim) / VEC,
               passing_pairs = (passing + 1) / 2;
     const bool rotates = place < rotating;
@@ -96,7 +96,7 @@ template <class T, int VEC, bool Interleaved> struct RopeOf {
     Loaded x;
     if (!Interleaved || !rotates) {
       const bool near = neighbours(a.in_interleaved);
-      x.load(opaque(in + (near ? 2 * low : low)), near ? 1 : pair, step * in_head, two);
+      x.load(opaque(in + (near ? 2 * low : low)), near ? 1 : pair, step * in_head, has_second_head);
     }
     if (rotates) {
       const Tables tables{batch * a.cos_batch + seq * a.cos_seq, batch * a.sin_batch + seq * a.sin_seq, low, half};
@@ -104,7 +104,7 @@ template <class T, int VEC, bool Interleaved> struct RopeOf {
         with_dtype(a.table_dtype, [&](auto tag) { rotate(tables.template load<std::remove_cvref_t<decltype(tag)>>(a), x); });
       } else {
         const auto turn = [&]<bool In, bool Out, bool HalfTables = false>() {
-          x.template load_pairs<In, Out>(opaque(in), low, half, step * in_head, two);
+          x.template load_pairs<In, Out>(opaque(in), low, half, step * in_head, has_second_head);
           with_dtype(a.table_dtype, [&](auto tag) {
             using Table = std::remove_cvref_t<decltype(tag)>;
             rotate(tables.template load_pairs<In, Out, HalfTables, Table>(a), x);
@@ -118,22 +118,22 @@ template <class T, int VEC, bool Interleaved> struct RopeOf {
       }
     }
     const bool near = neighbours(a.out_interleaved);
-    x.store(opaque(out + (near ? 2 * low : low)), near ? 1 : pair, step * out_head, two);
+    x.store(opaque(out + (near ? 2 * low : low)), near ? 1 : pair, step * out_head, has_second_head);
   }
 
  private:
   // Loads the columns of this thread's pairs from a row with one column per pair. The thread stores the results of its pairs in vectors at
   // columns `low` and low + half. The pairs are VEC pairs from pair `low` on or, if the results are interleaved (Out), VEC / 2 pairs from
   // low / 2 on and VEC / 2 pairs from (low + half) / 2 on.
-  template <bool Out, Hint H, class E> LIGER_DEVICE static void load_columns(Packed<E, VEC>& of, const E* from, int low, int half) {
+  template <bool Out, Hint H, class E> LIGER_DEVICE static void load_columns(Packed<E, VEC>& out, const E* from, int low, int half) {
     if constexpr (Out) {
       Packed<E, VEC / 2> parts[2];
       gpu::load<H>(parts[0], from + low / 2);
       gpu::load<H>(parts[1], from + (low + half) / 2);
 #pragma unroll
-      for (int w = 0; w < of.words; ++w) of.data[w] = parts[2 * w / of.words].data[w % parts[0].words];
+      for (int w = 0; w < out.words; ++w) out.data[w] = parts[2 * w / out.words].data[w % parts[0].words];
     } else {
-      gpu::load<H>(of, from + low);
+      gpu::load<H>(out, from + low);
     }
   }
   // Loads both elements of each of this thread's pairs. In the row they are adjacent (In), or `apart` elements from each other.
@@ -189,23 +189,23 @@ template <class T, int VEC, bool Interleaved> struct RopeOf {
   // This thread's vectors of one head, or of two. pair: the distance of a pair's vectors; 0 if there is no second one.
   struct Loaded {
     Packed<T, VEC> low[heads_in_flight] = {}, high[heads_in_flight] = {};
-    LIGER_DEVICE void load(const T* from, int pair, int64_t step, bool two) {
+    LIGER_DEVICE void load(const T* from, int pair, int64_t step, bool has_second_head) {
 #pragma unroll
       for (int h = 0; h < heads_in_flight; ++h) {
-        if (h > 0 && !two) continue;
+        if (h > 0 && !has_second_head) continue;
         gpu::load<Hint::stream>(low[h], from + h * step);
         if (pair) gpu::load<Hint::stream>(high[h], from + h * step + pair);
       }
     }
-    template <bool In, bool Out> LIGER_DEVICE void load_pairs(const T* from, int at, int half, int64_t step, bool two) {
+    template <bool In, bool Out> LIGER_DEVICE void load_pairs(const T* from, int at, int half, int64_t step, bool has_second_head) {
 #pragma unroll
       for (int h = 0; h < heads_in_flight; ++h)
-        if (h == 0 || two) load_both<In, Out, Hint::stream>(low[h], high[h], from + h * step, at, half, half);
+        if (h == 0 || has_second_head) load_both<In, Out, Hint::stream>(low[h], high[h], from + h * step, at, half, half);
     }
-    LIGER_DEVICE void store(T* to, int pair, int64_t step, bool two) const {
+    LIGER_DEVICE void store(T* to, int pair, int64_t step, bool has_second_head) const {
 #pragma unroll
       for (int h = 0; h < heads_in_flight; ++h) {
-        if (h > 0 && !two) continue;
+        if (h > 0 && !has_second_head) continue;
         gpu::store<Hint::stream>(to + h * step, low[h]);
         if (pair) gpu::store<Hint::stream>(to + h * step + pair, high[h]);
       }
@@ -230,8 +230,8 @@ template <class T, int VEC, bool Interleaved> struct RopeOf {
   }
 };
 
-template <class T, int VEC> struct RopeKernel : RopeOf<T, VEC, false> {};
-template <class T, int VEC> struct RopeInterleavedKernel : RopeOf<T, VEC, true> {};
+template <class T, int VEC> struct RopeKernel : RopeRotation<T, VEC, false> {};
+template <class T, int VEC> struct RopeInterleavedKernel : RopeRotation<T, VEC, true> {};
 
 bool whole_vectors(const void* data, int64_t vec, std::initializer_list<int64_t> offsets) {
   bool ok = reinterpret_cast<uintptr_t>(data) % 16 == 0;
@@ -243,7 +243,7 @@ bool whole_vectors(const void* data, int64_t vec, std::initializer_list<int64_t>
 
 void rope(const Rope& a, Stream stream) {
   if (a.batch * a.seq * a.head_dim * (a.q.heads + a.k.heads) == 0) return;
-  const int64_t wide = 16 / size_of(a.dtype);
+  const int64_t wide = 16 / dtype_bytes(a.dtype);
   const auto whole = [&](const RopeHeads& h) {
     return h.heads == 0 || (whole_vectors(h.in, wide, {h.in_batch, h.in_head, h.in_seq}) &&
                             whole_vectors(h.out, wide, {h.out_batch, h.out_head, h.out_seq}));
@@ -254,25 +254,25 @@ void rope(const Rope& a, Stream stream) {
   require(positions < int64_t{1} << 31, "rope: ", positions, " positions are more than the GPU kernel counts (2^31)");
   const bool interleaved = a.in_interleaved || a.out_interleaved;
   for (int64_t done = 0; done < positions;) {
-    const launch::RopeLaunch made =
+    const launch::RopeLaunch config =
         launch::rope(device_profile(stream.device), {positions, a.q.heads, a.k.heads, a.head_dim, a.rotary_dim, interleaved}, done,
                      vectors ? int(wide) : 1);
-    const int threads = made.plan.threads_per_row;
+    const int threads = config.plan.threads_per_row;
     dispatch(a.dtype, [&](auto tag) {
       using T = decltype(tag);
       const auto start = [&]<class Kernel>() {
-        launch<Kernel>(
-            made,
-            {a, int(done), int(made.rows * threads), made.q_slots, made.k_slots, Divisor(threads), Divisor(made.lanes), Divisor(a.seq)},
-            stream);
+        launch<Kernel>(config,
+                       {a, int(done), int(config.rows * threads), config.q_slots, config.k_slots, Divisor(threads), Divisor(config.lanes),
+                        Divisor(a.seq)},
+                       stream);
       };
-      if (made.is(launch::rope_kernel))
-        with_instance<launch::rope_kernel, fits<T>>(made, [&]<Instance I>() { start.template operator()<RopeKernel<T, I.vec>>(); });
+      if (config.is(launch::rope_kernel))
+        with_instance<launch::rope_kernel, fits<T>>(config, [&]<Instance I>() { start.template operator()<RopeKernel<T, I.vec>>(); });
       else
         with_instance<launch::rope_interleaved_kernel, fits<T>>(
-            made, [&]<Instance I>() { start.template operator()<RopeInterleavedKernel<T, I.vec>>(); });
+            config, [&]<Instance I>() { start.template operator()<RopeInterleavedKernel<T, I.vec>>(); });
     });
-    done += made.rows;
+    done += config.rows;
   }
 }
 

@@ -82,11 +82,11 @@ template <class Unit, int N> struct NextRow {
 
 // One vector of each of N tensors.
 template <class T, int VEC, int N> struct Vectors {
-  Packed<T, VEC> of[N];
-  LIGER_DEVICE Packed<T, VEC>& operator[](int n) { return of[n]; }
-  LIGER_DEVICE const Packed<T, VEC>& operator[](int n) const { return of[n]; }
+  Packed<T, VEC> vectors[N];
+  LIGER_DEVICE Packed<T, VEC>& operator[](int n) { return vectors[n]; }
+  LIGER_DEVICE const Packed<T, VEC>& operator[](int n) const { return vectors[n]; }
 };
-template <class T, int VEC, int K, int N> LIGER_DEVICE Vectors<T, VEC, N> vectors_of(const Packed<T, VEC> (&row)[N][K], int k) {
+template <class T, int VEC, int K, int N> LIGER_DEVICE Vectors<T, VEC, N> vectors_at(const Packed<T, VEC> (&row)[N][K], int k) {
   Vectors<T, VEC, N> out;
 #pragma unroll
   for (int n = 0; n < N; ++n) out[n] = row[n][k];
@@ -123,16 +123,16 @@ template <class Group, class T, int VEC, int K, int N> class RingStream {
         next_(steps, uniform(steps.first - lane_id() / lanes_), uniform(share.begin) * VEC, sizeof(T)) {
     const int warps = block_threads() / warp_width(), warp = uniform(warp_id());
     ring_ = shared<unsigned char>(shared_offset) + warp * stages * stage_bytes;
-    own_ = ring_ + (lane_id() / lanes_ * lanes_ * K + share.lane) * vector_bytes;
+    thread_base_ = ring_ + (lane_id() / lanes_ * lanes_ * K + share.lane) * vector_bytes;
     arrivals_ = shared<Mbarrier>(shared_offset + warps * stages * stage_bytes) + warp * stages;
-    clear_what_no_copy_writes(share, steps);
-    if (elected())
+    clear_unwritten(share, steps);
+    if (is_elected_lane())
       for (int s = 0; s < stages; ++s) init_mbarrier(arrivals_ + s);
     warp_barrier();
     for (int s = 0; s < stages; ++s) request(s);
   }
   // Stores zeros where no copy writes: past the last column and, where a warp has several rows, in rows past the last one.
-  LIGER_DEVICE void clear_what_no_copy_writes(const WarpShare& share, const RowSteps<N>& steps) {
+  LIGER_DEVICE void clear_unwritten(const WarpShare& share, const RowSteps<N>& steps) {
     for (int s = 0; s < stages_; ++s)
       for (int n = 0; n < N; ++n)
         for (int k = 0; k < K; ++k)
@@ -141,7 +141,7 @@ template <class Group, class T, int VEC, int K, int N> class RingStream {
   }
   // The address of this thread's vector k of tensor n.
   LIGER_DEVICE T* place(int stage, int n, int k) const {
-    return reinterpret_cast<T*>(own_ + stage * stage_bytes + n * tensor_bytes + k * lanes_ * vector_bytes);
+    return reinterpret_cast<T*>(thread_base_ + stage * stage_bytes + n * tensor_bytes + k * lanes_ * vector_bytes);
   }
   // Requests the next row or, where a warp has several at a time, the next ones.
   LIGER_DEVICE void request(int stage) {
@@ -149,7 +149,7 @@ template <class Group, class T, int VEC, int K, int N> class RingStream {
     // announcement of 0 bytes ends the wait.
     const int64_t left = next_.rows - next_.row;
     const int warp_rows = warp_width() / lanes_, live = left <= 0 || bytes_ == 0 ? 0 : left < warp_rows ? int(left) : warp_rows;
-    if (elected()) {
+    if (is_elected_lane()) {
       unsigned char* const to = ring_ + stage * stage_bytes;
       expect_bytes(arrivals_ + stage, live * bytes_ * N);
 #pragma unroll 1
@@ -163,7 +163,7 @@ template <class Group, class T, int VEC, int K, int N> class RingStream {
 
   int lanes_, stages_, bytes_;  // lanes_: lanes of the warp that share a row; bytes_: the warp's columns of one row of one tensor
   NextRow<unsigned char, N> next_;  // where a warp has several rows at a time, the first of them
-  unsigned char *ring_, *own_;  // the warp's buffer, and this thread's first vector in it
+  unsigned char *ring_, *thread_base_;  // the warp's buffer, and this thread's first vector in it
   Mbarrier* arrivals_;  // for each stage, a counter of the bytes that have arrived (platform_cuda.h)
   int stage_ = 0, parity_ = 0;  // the stage of the next row, and the parity of its mbarrier
 };
@@ -269,17 +269,17 @@ template <class Group, class T, int VEC, int K, int N, int Ahead> class Register
 
  private:
   // Loads tensors From to To - 1 of the next row.
-  template <int From, int To> LIGER_DEVICE void fetch(Packed<T, VEC> (&out)[N][K], NextRow<T, N>& of) {
+  template <int From, int To> LIGER_DEVICE void fetch(Packed<T, VEC> (&out)[N][K], NextRow<T, N>& next_row) {
 #pragma unroll
     for (int n = From; n < To; ++n) {
-      const T* const from = opaque(of.at[n]);
+      const T* const from = opaque(next_row.at[n]);
 #pragma unroll
       for (int k = 0; k < K; ++k) {
         out[n][k] = {};
-        if (of.exists() && columns_.has(k)) load<Hint::stream>(out[n][k], from + k * columns_.step);
+        if (next_row.exists() && columns_.has(k)) load<Hint::stream>(out[n][k], from + k * columns_.step);
       }
     }
-    of.advance();
+    next_row.advance();
   }
 
   Columns<VEC, K> columns_;
@@ -297,7 +297,7 @@ template <class Stream, class T, int VEC, int K, int N> class HeldStream {
     stream_.take(row_);
     stream_.release();
   }
-  LIGER_DEVICE Vectors<T, VEC, N> vectors(int k) const { return vectors_of(row_, k); }
+  LIGER_DEVICE Vectors<T, VEC, N> vectors(int k) const { return vectors_at(row_, k); }
   // Otherwise the compiler would hold the row widened to fp32, in twice as many registers.
   LIGER_DEVICE void read_again() {
 #pragma unroll

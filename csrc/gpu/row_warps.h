@@ -1,8 +1,8 @@
-// RowWarps: the threads that share one row, as any number of whole warps of a block, and sums over them. (RowGroupOf in rows.h requires a
-// power of two of threads.)
+// RowWarps: the threads that share one row, as any number of whole warps of a block, and sums over them. (BasicRowGroup in rows.h requires
+// a power of two of threads.)
 //
 // Each warp sums by shuffles and writes its sums to shared memory. Behind a barrier of the row's threads, each thread adds up the sums of
-// all warps in the same order, so that all threads have the same bits. Successive sums use two buffers in turn, as in RowGroupOf.
+// all warps in the same order, so that all threads have the same bits. Successive sums use two buffers in turn, as in BasicRowGroup.
 //
 // OneRow: a block has one row, whose threads meet at block_barrier(). Several rows of a block have a barrier each, whose number is not a
 // compile-time constant: NVIDIA's compiler then reserves all 16 barriers, so that at most four blocks fit on a multiprocessor.
@@ -14,25 +14,25 @@ namespace liger::gpu {
 
 template <bool OneRow> struct RowWarps {
   static constexpr bool whole_warps = true;
-  // index: this thread's number in its row. groups: the rows of the block. group: the number of this thread's row among them.
-  int threads_per_row, warps, group, groups, index, turn = 0;
+  // index: this thread's number in its row. rows_in_block: the rows of the block. row_in_block: the number of this thread's row among them.
+  int threads_per_row, warps, row_in_block, rows_in_block, index, turn = 0;
 
   LIGER_DEVICE explicit RowWarps(int threads) : threads_per_row(threads), warps(threads / warp_width()) {
     if constexpr (OneRow) {
-      group = 0, groups = 1, index = thread_id();
+      row_in_block = 0, rows_in_block = 1, index = thread_id();
     } else {
       const int warp = uniform(warp_id());
-      group = warp / warps;
-      groups = block_threads() / threads;
-      index = (warp - group * warps) * warp_width() + lane_id();
+      row_in_block = warp / warps;
+      rows_in_block = block_threads() / threads;
+      index = (warp - row_in_block * warps) * warp_width() + lane_id();
     }
   }
   template <int N> static constexpr int shared_bytes() { return launch::row_warps_floats * int(sizeof(float)); }
-  LIGER_DEVICE int rows_per_block() const { return groups; }
+  LIGER_DEVICE int rows_per_block() const { return rows_in_block; }
   LIGER_DEVICE int lanes() const { return warp_width(); }
-  LIGER_DEVICE int64_t team() const { return block_id(); }
-  LIGER_DEVICE int64_t teams() const { return grid_blocks(); }
-  LIGER_DEVICE int64_t first_row() const { return block_id() * groups + group; }
+  LIGER_DEVICE int64_t cluster_index() const { return block_id(); }
+  LIGER_DEVICE int64_t cluster_count() const { return grid_blocks(); }
+  LIGER_DEVICE int64_t first_row() const { return block_id() * rows_in_block + row_in_block; }
 
   LIGER_DEVICE float sum(float v) {
     float one[1] = {v};
@@ -58,22 +58,23 @@ template <bool OneRow> struct RowWarps {
       return;
     }
     const int used = warps * N, pitch = (used + 7) & ~7;
-    const Shared<float> sums = shared<float>(((turn & 1) * (launch::row_warps_floats / 2) + group * pitch) * int(sizeof(float)));
+    const Shared<float> sums = shared<float>(((turn & 1) * (launch::row_warps_floats / 2) + row_in_block * pitch) * int(sizeof(float)));
     ++turn;
     if ((lane_id() & (warp_width() / N - 1)) == 0) sums[index / warp_width() * N + upper] = mine;
     if (index < pitch - used) sums[used + index] = 0;  // zeros, since the loop below reads eight sums at a time
     if constexpr (OneRow) block_barrier();
-    else group_barrier(group, threads_per_row);
+    else group_barrier(row_in_block, threads_per_row);
 #pragma unroll
     for (int n = 0; n < N; ++n) v[n] = 0;
 #pragma unroll 1
     for (int at = 0; at < pitch; at += 8) {
-      Vec<float, 8> of;
-      load(of, &sums[at]);
+      Vec<float, 8> warp_sums;
+      load(warp_sums, &sums[at]);
 #pragma unroll
       for (int n = 0; n < N; ++n)
-        v[n] += N == 1 ? ((of[0] + of[1]) + (of[2] + of[3])) + ((of[4] + of[5]) + (of[6] + of[7]))
-                       : (of[n] + of[n + 2]) + (of[n + 4] + of[n + 6]);
+        v[n] += N == 1 ? ((warp_sums[0] + warp_sums[1]) + (warp_sums[2] + warp_sums[3])) +
+                             ((warp_sums[4] + warp_sums[5]) + (warp_sums[6] + warp_sums[7]))
+                       : (warp_sums[n] + warp_sums[n + 2]) + (warp_sums[n + 4] + warp_sums[n + 6]);
     }
   }
 };

@@ -16,42 +16,42 @@ namespace liger::gpu {
 // Template arguments:
 //   Threads      the number of threads of the row in one block, as a compile-time constant; 0: the plan sets it at run time.
 //   Clusters     true if a cluster may share the row. A test for it at run time would slow down short rows.
-//   OwnBarriers  true if each row of the block has its own hardware barrier, so that rows do not wait for each other. NVIDIA's compiler
+//   RowBarriers  true if each row of the block has its own hardware barrier, so that rows do not wait for each other. NVIDIA's compiler
 //                then reserves all 16 barriers for the block, so that at most four blocks fit on a multiprocessor.
-template <int Threads, bool Clusters, bool OwnBarriers = false> struct RowGroupOf {
+template <int Threads, bool Clusters, bool RowBarriers = false> struct BasicRowGroup {
   static constexpr bool whole_warps = Threads >= 64;    // no warp, of up to 64 lanes (CDNA), has threads of two rows
-  // index: this thread's number in its row. groups: the rows of the block. group: the number of this thread's row among them.
+  // index: this thread's number in its row. rows_in_block: the rows of the block. row_in_block: the number of this thread's row among them.
   // turn: the number of reductions so far; its lowest bit selects the buffer.
-  int threads_per_row, index, group, groups, turn = 0;
-  bool entering = false;                                // true: other blocks of the cluster may not have started yet
+  int threads_per_row, index, row_in_block, rows_in_block, turn = 0;
+  bool entering = false;  // true: other blocks of the cluster may not have started yet
   // Bytes of dynamic shared memory that reductions of up to N values take. First come two mbarriers (platform_cuda.h: counters of the
   // messages that have arrived, one for each buffer), then two buffers of N floats per warp of the block, or of the cluster.
   static constexpr int mbarrier_bytes = 2 * int(sizeof(Mbarrier));
   template <int N = 1> static constexpr int shared_bytes(int cluster = 1) { return launch::reduction_bytes(N, cluster); }
 
-  LIGER_DEVICE explicit RowGroupOf(int threads) : threads_per_row(threads) {
+  LIGER_DEVICE explicit BasicRowGroup(int threads) : threads_per_row(threads) {
     if (in_cluster()) {
       use_cluster();
       return;
     }
     if (Threads > 0) threads_per_row = Threads;
-    const int shift = log2_of(threads_per_row);
+    const int shift = highest_bit(threads_per_row);
     index = thread_id() & (threads_per_row - 1);
-    group = thread_id() >> shift;
-    groups = block_threads() >> shift;
+    row_in_block = thread_id() >> shift;
+    rows_in_block = block_threads() >> shift;
   }
   LIGER_DEVICE static bool in_cluster() { return Clusters && cluster_blocks() > 1; }
-  LIGER_DEVICE int rows_per_block() const { return groups; }
+  LIGER_DEVICE int rows_per_block() const { return rows_in_block; }
   // The number of lanes of a warp that share a row.
   LIGER_DEVICE int lanes() const { return whole_warps || threads_per_row > warp_width() ? warp_width() : threads_per_row; }
-  // team(): the number of this thread's block or cluster. teams(): how many blocks or clusters the grid has. Each of them processes one
-  // row, or several short rows, at a time.
-  LIGER_DEVICE int64_t team() const { return in_cluster() ? block_id() >> log2_of(cluster_blocks()) : block_id(); }
-  LIGER_DEVICE int64_t teams() const { return in_cluster() ? grid_blocks() >> log2_of(cluster_blocks()) : grid_blocks(); }
-  LIGER_DEVICE int64_t first_row() const { return team() * groups + group; }
+  // cluster_index(): the number of this thread's cluster, or block if it has no cluster. cluster_count(): how many the grid has. Each of
+  // them processes one row, or several short rows, at a time.
+  LIGER_DEVICE int64_t cluster_index() const { return in_cluster() ? block_id() >> highest_bit(cluster_blocks()) : block_id(); }
+  LIGER_DEVICE int64_t cluster_count() const { return in_cluster() ? grid_blocks() >> highest_bit(cluster_blocks()) : grid_blocks(); }
+  LIGER_DEVICE int64_t first_row() const { return cluster_index() * rows_in_block + row_in_block; }
 
   // Reduces N values at once. `combine(a, b)` stores the combination of a and b in a, and must be commutative. All threads of the block, or
-  // of the cluster, must call reduce() together (with OwnBarriers: all threads of the row). All threads end with the same bits. All
+  // of the cluster, must call reduce() together (with RowBarriers: all threads of the row). All threads end with the same bits. All
   // reductions of a kernel must have the same N, because buffers of different sizes would overlap.
   template <int N, class F> LIGER_DEVICE void reduce(float (&v)[N], F combine) {
     if constexpr (whole_warps) {
@@ -85,8 +85,8 @@ template <int Threads, bool Clusters, bool OwnBarriers = false> struct RowGroupO
  private:
   LIGER_DEVICE void use_cluster() {
     index = cluster_rank() * block_threads() + thread_id();
-    group = 0;
-    groups = 1;
+    row_in_block = 0;
+    rows_in_block = 1;
     entering = true;
     if (thread_id() == 0) {
       init_mbarrier(shared<Mbarrier>(0));
@@ -101,9 +101,9 @@ template <int Threads, bool Clusters, bool OwnBarriers = false> struct RowGroupO
     if (lane_id() == 0)
 #pragma unroll
       for (int i = 0; i < N; ++i) buffer[i * 32 + warp_id()] = v[i];
-    if (!OwnBarriers || groups == 1) block_barrier();
-    else group_barrier(group, threads_per_row);
-    const int at = group * warps + (lane_id() & (warps - 1));
+    if (!RowBarriers || rows_in_block == 1) block_barrier();
+    else group_barrier(row_in_block, threads_per_row);
+    const int at = row_in_block * warps + (lane_id() & (warps - 1));
 #pragma unroll
     for (int i = 0; i < N; ++i) v[i] = buffer[i * 32 + at];
     butterfly(v, warps, combine);
@@ -150,7 +150,7 @@ template <int Threads, bool Clusters, bool OwnBarriers = false> struct RowGroupO
     }
   }
 };
-using RowGroup = RowGroupOf<0, false>;
+using RowGroup = BasicRowGroup<0, false>;
 
 // Returns the number of elements before a row's first vector, which starts at the first multiple of 16 bytes; 0 for vectors of one element.
 template <int VEC, class T> LIGER_DEVICE int unaligned_head(const T* row, int64_t cols) {
@@ -238,7 +238,7 @@ template <int VEC, int K> struct Columns {
 };
 
 // The mean of a vector's elements; exact if all of them are equal.
-template <class T, int VEC> LIGER_DEVICE float mean_of(const Packed<T, VEC>& values) {
+template <class T, int VEC> LIGER_DEVICE float vector_mean(const Packed<T, VEC>& values) {
   if constexpr (VEC == 1) return values[0];
   float mean = 0;
 #pragma unroll

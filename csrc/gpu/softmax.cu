@@ -112,12 +112,12 @@ void start(TwoPassArgs a, int inputs, Stream stream, Plan plan) {
   dispatch(a.out.dtype, [&](auto tag) {
     using T = decltype(tag);
     const launch::SoftmaxShape shape{a.rows, a.cols, alike ? 16 / int(sizeof(T)) : 1, whole};
-    const launch::Launch made = plan(device_profile(stream.device), shape, nullptr);
-    a.threads_per_row = made.plan.threads_per_row;
-    a.slots = made.plan.slots;
-    a.shared_offset = made.plan.shared_offset;
-    if (made.is(Long)) with_instance<Long, fits<T>>(made, [&]<Instance I>() { launch<Any<T, I.vec, I.k>>(made, a, stream); });
-    else with_instance<Short, fits<T>>(made, [&]<Instance I>() { launch<Registers<T, I.vec, I.k>>(made, a, stream); });
+    const launch::Launch config = plan(device_profile(stream.device), shape, nullptr);
+    a.threads_per_row = config.plan.threads_per_row;
+    a.slots = config.plan.slots;
+    a.shared_offset = config.plan.shared_offset;
+    if (config.is(Long)) with_instance<Long, fits<T>>(config, [&]<Instance I>() { launch<Any<T, I.vec, I.k>>(config, a, stream); });
+    else with_instance<Short, fits<T>>(config, [&]<Instance I>() { launch<Registers<T, I.vec, I.k>>(config, a, stream); });
   });
 }
 

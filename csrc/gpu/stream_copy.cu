@@ -32,9 +32,9 @@ template <int K> struct StreamCopyKernel {
 
 void stream_copy(const StreamCopy& a, Stream stream) {
   const int64_t vectors = a.bytes / 16;
-  const launch::Launch made = launch::stream_copy(device_profile(stream.device), vectors, int(a.per_thread));
-  with_instance<launch::stream_copy_kernel>(made, [&]<Instance I>() {
-    launch<StreamCopyKernel<I.k>>(made, {vectors, static_cast<const float*>(a.in), static_cast<float*>(a.out)}, stream);
+  const launch::Launch config = launch::stream_copy(device_profile(stream.device), vectors, int(a.per_thread));
+  with_instance<launch::stream_copy_kernel>(config, [&]<Instance I>() {
+    launch<StreamCopyKernel<I.k>>(config, {vectors, static_cast<const float*>(a.in), static_cast<float*>(a.out)}, stream);
   });
 }
 

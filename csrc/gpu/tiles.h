@@ -10,11 +10,11 @@ struct Tiles {
   int threads_per_row;
   int64_t rows, cols, per_row;  // per_row: tiles of a row
 
-  explicit Tiles(const launch::Launch& made)
-      : threads_per_row(made.plan.threads_per_row),
-        rows(made.rows),
-        cols(made.cols),
-        per_row(launch::ceil_div(cols, int64_t{threads_per_row} * made.plan.k * made.instance.vec)) {}
+  explicit Tiles(const launch::Launch& config)
+      : threads_per_row(config.plan.threads_per_row),
+        rows(config.rows),
+        cols(config.cols),
+        per_row(launch::ceil_div(cols, int64_t{threads_per_row} * config.plan.k * config.instance.vec)) {}
 };
 
 // The elements of a row that a thread has loaded: its vectors, and its single element (RowTile).

@@ -45,7 +45,7 @@ LIGER_DEVICE void store_mapped(T* to, F f, const Packed<T, VEC>& first, const Ve
 // Several rows of this kind may share a block.
 template <class T, int VEC, int K, int N, bool Clusters> class HeldRow {
  public:
-  using Group = RowGroupOf<0, Clusters>;
+  using Group = BasicRowGroup<0, Clusters>;
 
   LIGER_DEVICE HeldRow(const TwoPassArgs& a, const Group& group)
       : row_(group.first_row()), held_{{group.index, group.threads_per_row, row_ < a.rows ? int(a.cols) : 0}} {
@@ -74,7 +74,7 @@ template <class T, int VEC, int K, int N, bool Clusters> class HeldRow {
 // again. A row has a block or a cluster to itself, or shares a block with other rows of this kind.
 template <class T, int VEC, int K, int N> class LongRow {
  public:
-  using Group = RowGroupOf<0, (VEC > 1)>;
+  using Group = BasicRowGroup<0, (VEC > 1)>;
 
   LIGER_DEVICE LongRow(const TwoPassArgs& a, const Group& group)
       : a_(a),
@@ -84,7 +84,7 @@ template <class T, int VEC, int K, int N> class LongRow {
               a.shared_offset,
               most(a)} {
     const RowAddresses<T, N> at(a, row_, parts_.head + held_.columns.first);
-    held_.template copy_others_to_shared<Hint::stream>(at);
+    held_.template copy_remaining_to_shared<Hint::stream>(at);
     held_.template load<Hint::stream>(at);
     if constexpr (single_with_row) load_single(single_);
   }
@@ -93,10 +93,10 @@ template <class T, int VEC, int K, int N> class LongRow {
     if constexpr (!single_with_row) load_single(single_);
     if (parts_.single >= 0) found.add(single_, always);
     held_.for_each_in_shared([&](int, const auto&... vectors) {
-      const Packed<T, VEC> kept[N][1] = {{vectors}...};
-      found.add(kept, always);
+      const Packed<T, VEC> row_vectors[N][1] = {{vectors}...};
+      found.add(row_vectors, always);
     });
-    for_each_left([&](const auto& left, Column, const auto& columns) { found.add(left, [&](int k) { return columns.has(k); }); });
+    for_each_remaining([&](const auto& left, Column, const auto& columns) { found.add(left, [&](int k) { return columns.has(k); }); });
     return found;
   }
   template <class F> LIGER_DEVICE void map(const MutableRows& out, F f) {
@@ -106,14 +106,15 @@ template <class T, int VEC, int K, int N> class LongRow {
     T* const row = static_cast<T*>(out.data) + (int64_t{row_} * out.stride + parts_.head);
     T* const to = opaque(row + held_.columns.first);
     held_.for_each([&](int k, auto... vectors) { store_mapped<Hint::stream>(to + k * held_.columns.step, f, vectors...); });
-    for_each_left([&](const auto& left, Column begin, const auto& columns) {
+    for_each_remaining([&](const auto& left, Column begin, const auto& columns) {
 #pragma unroll
       for (int k = 0; k < batch; ++k)
-        if (columns.has(k)) of_matrices<N>([&](auto... n) { store_mapped<Hint::stream>(to + begin + k * columns.step, f, left[n][k]...); });
+        if (columns.has(k))
+          for_all_matrices<N>([&](auto... n) { store_mapped<Hint::stream>(to + begin + k * columns.step, f, left[n][k]...); });
     });
     if constexpr (!single_with_row) load_single(single);
     if (parts_.single >= 0)
-      of_matrices<N>([&](auto... n) { store_mapped<Hint::keep>(row + (parts_.single - parts_.head), f, single[n][0]...); });
+      for_all_matrices<N>([&](auto... n) { store_mapped<Hint::keep>(row + (parts_.single - parts_.head), f, single[n][0]...); });
   }
 
  private:
@@ -138,7 +139,7 @@ template <class T, int VEC, int K, int N> class LongRow {
 #pragma unroll
       for (int n = 0; n < N; ++n) load(single[n][0], element(n, parts_.single));
   }
-  template <class F> LIGER_DEVICE void for_each_left(F f) const {
+  template <class F> LIGER_DEVICE void for_each_remaining(F f) const {
     const int step = held_.columns.step;
 #pragma unroll 1
     for (Column begin = Column(K + a_.slots) * step; begin < end(); begin += batch * step) {

@@ -102,17 +102,17 @@ struct CrossEntropyBackward {
 //   and with `moments`: moment = sum(exp(x' - maximum) * (x' - maximum)), squares = sum(exp(2 * (x' - maximum))), total = sum(x').
 struct CrossEntropyStatistics {
   enum Slot { maximum, sum, target, weighted, anchor, weights, best, slots, moment = slots, squares, total, all_slots };
-  static constexpr int64_t slots_of(bool moments) { return moments ? all_slots : slots; }
+  static constexpr int64_t slot_count(bool moments) { return moments ? all_slots : slots; }
   CrossEntropyRows row;   // vocab, logits, class_weight: the chunk's; no results, no counts
   Classes classes;
-  void* statistics;       // [slots_of(moments), rows] of A
+  void* statistics;       // [slot_count(moments), rows] of A
   int64_t* best_class;    // [rows]; nullptr: no predictions
   bool moments;
 };
 struct CrossEntropyMerge {
   CrossEntropyRows row;   // vocab, class_weight: of all classes; no logits; the results
   int64_t chunks;
-  const void* statistics;      // [chunks, slots_of(row.moments()), rows] of A
+  const void* statistics;      // [chunks, slot_count(row.moments()), rows] of A
   const int64_t* best_class;   // [chunks, rows], if accuracy or predictions are requested
   Dtype accumulator;
   void* token;                 // [rows] of A, or nullptr: the probability of each target
@@ -140,7 +140,7 @@ struct LogitsChunk {
 struct CrossEntropyInChunks {
   CrossEntropyRows row;  // without logits; vocab: the classes of all chunks
   int64_t classes;       // of the vocabulary, which may have other classes behind the chunks'
-  const void* others;    // CrossEntropyStatistics of the other classes, [slots_of(row.moments()), rows] of A; nullptr: no other classes
+  const void* others;  // CrossEntropyStatistics of the other classes, [slot_count(row.moments()), rows] of A; nullptr: no other classes
   double gradient_scale;
   int64_t batch_rows;
   const LogitsChunk* chunks;
@@ -157,8 +157,8 @@ struct CrossEntropyReduce {
   const void* counts;
   Reduction reduction;
   Dtype accumulator;
-  void *loss, *z_loss;      // [rows] or one, of A
-  float* token_accuracy;    // one float: only for mean and sum (with none, per-row accuracy is the result)
+  void *loss, *z_loss;  // [rows] or one, of A
+  float* token_accuracy;  // one float: only for mean and sum (with none, per-row accuracy is the result)
   const CrossEntropyCounts* counting = nullptr;
 };
 

@@ -14,8 +14,8 @@ struct OutOfMemory : std::runtime_error {   // the device is out of memory; std:
 };
 
 // torch's message for the error that it has just reported as a code; empty with torch before 2.13, which does not expose the message.
-std::string torch_said();  // ops/boxed.cpp
-inline bool says_out_of_memory(const std::string& cause) {
+std::string torch_error_text();  // ops/boxed.cpp
+inline bool is_memory_error(const std::string& cause) {
   for (const char* words : {"out of memory", "not enough memory", "can't allocate memory"})
     if (cause.find(words) != std::string::npos) return true;
   return false;

@@ -13,7 +13,7 @@ struct Matrix {
 };
 
 // The part of op(X) that begins at this row and column of op(X).
-inline Matrix tile_of(const Matrix& x, int64_t row, int64_t col) {
+inline Matrix tile_at(const Matrix& x, int64_t row, int64_t col) {
   return {at(x.data, x.transposed ? col * x.stride + row : row * x.stride + col, x.dtype), x.stride, x.dtype, x.transposed};
 }
 

@@ -15,7 +15,7 @@ namespace liger {
 
 enum class Dtype : int32_t { f32, bf16, f16, f64 };
 
-constexpr int64_t size_of(Dtype dtype) { return dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2; }
+constexpr int64_t dtype_bytes(Dtype dtype) { return dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2; }
 
 // Statistics and accumulators: fp32, and fp64 for fp64 tensors.
 constexpr Dtype accumulator(Dtype dtype) { return dtype == Dtype::f64 ? Dtype::f64 : Dtype::f32; }
@@ -26,7 +26,7 @@ constexpr Dtype promote(Dtype a, Dtype b) { return a == b ? a : a == Dtype::f64 
 // The address of the element `elements` behind data; null for null.
 template <class Data> Data* at(Data* data, int64_t elements, Dtype dtype) {
   using Byte = std::conditional_t<std::is_const_v<Data>, const char, char>;
-  return data ? static_cast<Byte*>(data) + elements * size_of(dtype) : nullptr;
+  return data ? static_cast<Byte*>(data) + elements * dtype_bytes(dtype) : nullptr;
 }
 
 // The stream on which kernels are launched. The CPU ignores it.

@@ -14,34 +14,34 @@ inline bool is_log_probs(const CrossEntropyOptions& o) { return !costly_options(
 // Returns whether a call needs the full kernel instance, for options that cost registers.
 inline bool is_full(const CrossEntropyRows& op) { return costly_options(op.options) || op.accuracy || op.predicted; }
 // Returns whether a call needs the instance for log-probabilities, which is also a full one.
-inline bool is_of_tokens(const CrossEntropyBackward& op) { return op.mix || op.temperature || op.options.logit_scale != 1; }
-inline bool is_of_tokens(const CrossEntropyStatistics& op) { return op.moments || op.row.transforms(); }
-inline bool is_full(const CrossEntropyBackward& op) { return costly_options(op.options) || is_of_tokens(op); }
-inline bool is_full(const CrossEntropyStatistics& op) { return costly_options(op.row.options) || op.best_class || is_of_tokens(op); }
+inline bool needs_tokens(const CrossEntropyBackward& op) { return op.mix || op.temperature || op.options.logit_scale != 1; }
+inline bool needs_tokens(const CrossEntropyStatistics& op) { return op.moments || op.row.transforms(); }
+inline bool is_full(const CrossEntropyBackward& op) { return costly_options(op.options) || needs_tokens(op); }
+inline bool is_full(const CrossEntropyStatistics& op) { return costly_options(op.row.options) || op.best_class || needs_tokens(op); }
 inline bool is_plain(const CrossEntropyRows& row) { return !is_full(row) && !row.options.token_scaling; }
-inline bool is_of_tokens(const CrossEntropyRows& row) { return row.moments() || row.transforms(); }
+inline bool needs_tokens(const CrossEntropyRows& row) { return row.moments() || row.transforms(); }
 
 // vectors: true if accesses may have 16 bytes.
 template <class Op> LogitsShape logits_shape(const Op& op, bool vectors, bool full) {
-  const int bytes = int(size_of(op.logits.dtype));
+  const int bytes = int(dtype_bytes(op.logits.dtype));
   return {op.rows, op.vocab, bytes, vectors ? 16 / bytes : 1, full};
 }
 
-inline Launch launch_of(const DeviceProfile& device, const CrossEntropyRows& op, const Knobs* knobs = nullptr) {
+inline Launch op_launch(const DeviceProfile& device, const CrossEntropyRows& op, const Knobs* knobs = nullptr) {
   return cross_entropy_forward(device, logits_shape(op, true, is_full(op)), op.after_counts, knobs);
 }
-inline Launch launch_of(const DeviceProfile& device, const CrossEntropyBackward& op, const Knobs* knobs = nullptr) {
+inline Launch op_launch(const DeviceProfile& device, const CrossEntropyBackward& op, const Knobs* knobs = nullptr) {
   const bool vectors = equally_aligned(op.logits, {op.dlogits.data, op.dlogits.stride, op.dlogits.dtype});
   return cross_entropy_backward(device, logits_shape(op, vectors, is_full(op)), knobs);
 }
 // 16-byte accesses need only aligned row starts, whatever the number of columns.
-inline Launch launch_of(const DeviceProfile& device, const CrossEntropyInPlace& op, const Knobs* knobs = nullptr) {
+inline Launch op_launch(const DeviceProfile& device, const CrossEntropyInPlace& op, const Knobs* knobs = nullptr) {
   const bool vectors = aligned(op.row.logits, 0) && aligned(op.row.class_weight, 0);
   return cross_entropy_in_place(device, logits_shape(op.row, vectors, is_full(op.row)), is_plain(op.row), knobs);
 }
-inline std::optional<Launch> launch_of(const DeviceProfile& device, const CrossEntropyInChunks& op, const Knobs* knobs = nullptr) {
+inline std::optional<Launch> op_launch(const DeviceProfile& device, const CrossEntropyInChunks& op, const Knobs* knobs = nullptr) {
   const CrossEntropyRows& row = op.row;
-  const bool tokens = is_of_tokens(row), predicts = row.accuracy || row.predicted;
+  const bool tokens = needs_tokens(row), predicts = row.accuracy || row.predicted;
   // InPlaceTokens has no options of a loss. Its predictions are among the chunks' classes, so it cannot predict if there are others.
   const bool taken = tokens ? is_log_probs(row.options) && !row.class_weight.data && !(predicts && op.others) : is_plain(row);
   if (!taken) return std::nullopt;
@@ -49,30 +49,30 @@ inline std::optional<Launch> launch_of(const DeviceProfile& device, const CrossE
   for (int i = 0; i < op.count; ++i) vectors &= aligned(op.chunks[i].logits, 0);
   return cross_entropy_in_chunks(device, logits_shape(row, vectors, tokens), tokens, op.count, knobs);
 }
-inline Launch launch_of(const DeviceProfile& device, const CrossEntropyStatistics& op) {
+inline Launch op_launch(const DeviceProfile& device, const CrossEntropyStatistics& op) {
   return cross_entropy_statistics(device, logits_shape(op.row, true, is_full(op)));
 }
-inline Launch launch_of(const DeviceProfile& device, const CrossEntropyMerge& op) { return cross_entropy_merge(device, op.row.rows); }
-inline Launch launch_of(const DeviceProfile& device, const CrossEntropyCounts& op) { return count_targets(device, op.rows, op.vocab); }
-inline Launch launch_of(const DeviceProfile& device, const CrossEntropyReduce& op) {
+inline Launch op_launch(const DeviceProfile& device, const CrossEntropyMerge& op) { return cross_entropy_merge(device, op.row.rows); }
+inline Launch op_launch(const DeviceProfile& device, const CrossEntropyCounts& op) { return count_targets(device, op.rows, op.vocab); }
+inline Launch op_launch(const DeviceProfile& device, const CrossEntropyReduce& op) {
   return op.reduction == Reduction::none ? add_losses(device, op.rows) : sum_losses(device, op.rows);
 }
-inline Launch launch_of(const DeviceProfile& device, const ScaleCast& op) {
+inline Launch op_launch(const DeviceProfile& device, const ScaleCast& op) {
   const bool wide = aligned(op.in, 0) && aligned(op.out, 0);
   const bool contiguous = op.in.stride == op.cols && op.out.stride == op.cols && op.row_scale.data == nullptr;
   return row_tiles(device, scale_kernel, tiled_matrix(op.rows, op.cols, wide ? matrix_vec : 1, contiguous));
 }
-inline Launch launch_of(const DeviceProfile& device, const FillRows& op) {
+inline Launch op_launch(const DeviceProfile& device, const FillRows& op) {
   const bool wide = aligned(op.matrix, 0) && aligned(op.values, 0);
   return row_tiles(device, fill_kernel, tiled_matrix(op.rows, op.cols, wide ? matrix_vec : 1));
 }
 // The first of two launches: sum_columns adds up its partial rows.
-inline Launch launch_of(const DeviceProfile& device, const ColumnSum& op) {
+inline Launch op_launch(const DeviceProfile& device, const ColumnSum& op) {
   return partial_columns(device, op.rows, op.cols, aligned(op.in, 0) ? matrix_vec : 1);
 }
-inline int64_t column_sum_bytes(const Launch& made) {
-  return made.plan.partial_rows * round_up(made.cols, matrix_vec) * int64_t{sizeof(float)};
+inline int64_t column_sum_bytes(const Launch& config) {
+  return config.plan.partial_rows * round_up(config.cols, matrix_vec) * int64_t{sizeof(float)};
 }
-inline Launch launch_of(const DeviceProfile& device, const ScalarProduct& op) { return product(device, op.factors.data ? op.rows : 1); }
+inline Launch op_launch(const DeviceProfile& device, const ScalarProduct& op) { return product(device, op.factors.data ? op.rows : 1); }
 
 }  // namespace liger::launch

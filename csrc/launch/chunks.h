@@ -1,6 +1,6 @@
 // How the fused loss cuts its logits into chunks, and where it stores their gradient:
 // - the number of rows of a chunk (equal_chunks);
-// - the strategies for computing gradients (Gradients), and the choice of a strategy for a call (gradients_of);
+// - the strategies for computing gradients (Gradients), and the choice of a strategy for a call (gradient_strategy);
 // - the memory layout of the strategy `overlaid`, which stores chunks of the gradient of the logits in the memory that becomes dweight.
 #pragma once
 #include <algorithm>
@@ -27,7 +27,7 @@ constexpr int64_t equal_chunks(int64_t rows, int64_t most) {
 enum class Gradients { none, deferred, accumulated, recomputed, overlaid };
 // The strategy of a call. input: dx is requested. parameters: dweight or dbias is requested. at_once: true if all logits exist at a time
 // (one chunk); false also if the number of chunks is unknown, as in a compiled graph. per_row: reduction "none".
-constexpr Gradients gradients_of(bool input, bool parameters, bool at_once, bool per_row) {
+constexpr Gradients gradient_strategy(bool input, bool parameters, bool at_once, bool per_row) {
   if (!parameters) return input ? Gradients::accumulated : Gradients::none;
   if (at_once) return Gradients::deferred;
   return per_row ? Gradients::recomputed : Gradients::accumulated;
@@ -63,7 +63,7 @@ template <class Size> constexpr Size overlaid_rest(const Size& rows, const Size&
 }
 // The chunk size, in classes, with which the forward computes the statistics of classes that it does not store. A chunk's logits lie in
 // dweight's memory.
-constexpr int64_t overlaid_at_a_time(int64_t rows, int64_t room, int64_t vocab) {
+constexpr int64_t overlaid_statistics_classes(int64_t rows, int64_t room, int64_t vocab) {
   return std::max<int64_t>(64, vocab * room / std::max<int64_t>(1, rows) / 64 * 64);
 }
 
@@ -72,33 +72,34 @@ struct OverlaidLayout {
   int64_t spare;  // the size of the spare: the dweight of the first chunk, and at least the gradient of 64 classes
 };
 
-// set_aside: the size of the first chunk, in classes. All chunks are multiples of 64 classes, except for the vocabulary's last one.
-inline OverlaidLayout overlaid_layout(int64_t rows, int64_t room, int64_t vocab, int64_t stored, int64_t set_aside) {
+// first_chunk_classes: the size of the first chunk, in classes. All chunks are multiples of 64 classes, except for the vocabulary's last
+// one.
+inline OverlaidLayout overlaid_layout(int64_t rows, int64_t room, int64_t vocab, int64_t stored, int64_t first_chunk_classes) {
   using Place = OverlaidChunk::Place;
   const int64_t inside = overlaid_classes(rows, room, vocab), rest = overlaid_rest(rows, room, vocab, stored);
   // Classes in dweight's memory besides the first chunk. With fewer rows than room, rounding may cost the space of up to 64 classes.
-  const int64_t others = std::max<int64_t>(0, inside - std::max<int64_t>(set_aside, rows < room ? 128 : 64)) / 64 * 64;
-  OverlaidLayout made;
-  made.spare = std::max((inside > 0 ? inside - others : 0) * room, rows * 64);
-  if (inside > 0) made.chunks.push_back({others, inside - others, Place::dweight, 0, false});
+  const int64_t others = std::max<int64_t>(0, inside - std::max<int64_t>(first_chunk_classes, rows < room ? 128 : 64)) / 64 * 64;
+  OverlaidLayout layout;
+  layout.spare = std::max((inside > 0 ? inside - others : 0) * room, rows * 64);
+  if (inside > 0) layout.chunks.push_back({others, inside - others, Place::dweight, 0, false});
   // These lie at the end of the memory, so that as much as possible is free in front of them.
   const int64_t begin = (vocab * room - others * rows) / 64 * 64;
   for (int64_t done = 0; done < others;) {
     const int64_t offset = begin + done * rows, fit = (offset / room - done) / 64 * 64;
     if (fit < 64) throw std::logic_error("a chunk of the fused loss has no place");
-    made.chunks.push_back({done, std::min(fit, others - done), Place::dweight, offset, false});
-    done += made.chunks.back().classes;
+    layout.chunks.push_back({done, std::min(fit, others - done), Place::dweight, offset, false});
+    done += layout.chunks.back().classes;
   }
-  if (inside < stored) made.chunks.push_back({inside, stored - inside, Place::rest, 0, false});
+  if (inside < stored) layout.chunks.push_back({inside, stored - inside, Place::rest, 0, false});
   for (int64_t first = stored; first < vocab;) {
     const int64_t left = vocab - first, behind = left * room / (rows + room) / 64 * 64;
-    const int64_t in_rest = rest / rows, in_spare = made.spare / rows / 64 * 64, most = std::max({behind, in_rest, in_spare});
+    const int64_t in_rest = rest / rows, in_spare = layout.spare / rows / 64 * 64, most = std::max({behind, in_rest, in_spare});
     const Place place = most == in_rest ? Place::rest : most == in_spare ? Place::spare : Place::dweight;
     const int64_t classes = std::min(most, left);
-    made.chunks.push_back({first, classes, place, place == Place::dweight ? (vocab * room - classes * rows) / 64 * 64 : 0, true});
+    layout.chunks.push_back({first, classes, place, place == Place::dweight ? (vocab * room - classes * rows) / 64 * 64 : 0, true});
     first += classes;
   }
-  return made;
+  return layout;
 }
 
 // An estimate of the relative time of the matmuls that write and read the chunks: the waves of tiles of 128 x 256 on an H200's
@@ -130,22 +131,22 @@ inline OverlaidLayout best_overlaid_layout(int64_t rows, int64_t room, int64_t h
   constexpr double as_good = 1.004;  // the smallest size whose cost is at most this times the least cost is chosen
   const int64_t most = std::max<int64_t>(1, (stored < vocab ? vocab / 29 : vocab * 23 / 200) / 64), least = (most + 3) / 4;
   const int64_t step = std::max<int64_t>(1, (most - least) / tried);
-  std::vector<OverlaidLayout> made;
+  std::vector<OverlaidLayout> layouts;
   std::vector<double> costs;
   for (int64_t n = least + (most - least) % step; n <= most; n += step) {
-    made.push_back(overlaid_layout(rows, room, vocab, stored, n * 64));
-    costs.push_back(overlaid_cost(rows, hidden, made.back().chunks));
+    layouts.push_back(overlaid_layout(rows, room, vocab, stored, n * 64));
+    costs.push_back(overlaid_cost(rows, hidden, layouts.back().chunks));
   }
   const double least_cost = *std::ranges::min_element(costs);
   const auto chosen = std::ranges::find_if(costs, [&](double cost) { return cost <= as_good * least_cost; });
-  best = std::move(made[size_t(chosen - costs.begin())]);
+  best = std::move(layouts[size_t(chosen - costs.begin())]);
   last = asked;
   return best;
 }
 
 // The number of values that the forward saves for gradients that the backward recomputes. Per row: the log-sum-exp in two parts, and, for
 // token scaling, the probability of the target.
-template <class Size> Size kept_for_gradients(const Size& rows, bool token_scaling) { return rows * Size(token_scaling ? 3 : 2); }
+template <class Size> Size gradient_state_size(const Size& rows, bool token_scaling) { return rows * Size(token_scaling ? 3 : 2); }
 
 // The number of rows of the sum of dx (dtype of the accumulator) that the memory of dx holds; 0 if dx is narrower than the sum and the
 // spare holds the whole sum.
@@ -155,6 +156,6 @@ constexpr int64_t overlaid_sum_rows(int64_t rows, int64_t hidden, int64_t dx_byt
 
 // The sum of dweight in fp32 is rounded to a 16-bit dweight in place. The first rows would overwrite themselves, so this many of them go
 // through a scratch buffer.
-constexpr int64_t narrowed_elsewhere = 64;
+constexpr int64_t first_narrowed_rows = 64;
 
 }  // namespace liger::launch

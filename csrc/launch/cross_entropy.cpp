@@ -8,75 +8,80 @@ namespace liger::launch {
 namespace {
 
 constexpr Tunable in_place = "fused_linear_cross_entropy";
-Knobs in_place_knobs(const DeviceProfile& device, const LogitsShape& of, const Knobs* given) {
-  return chosen_knobs(given, device, {in_place.id, of.vec, of.rows, of.vocab});
+Knobs in_place_knobs(const DeviceProfile& device, const LogitsShape& shape, const Knobs* passed_knobs) {
+  return chosen_knobs(passed_knobs, device, {in_place.id, shape.vec, shape.rows, shape.vocab});
 }
 
 // The launch for rows that a block, or a cluster, holds, with `registers` vectors of each thread in registers and the others in shared
 // memory. Returns nothing if the rows cannot be held.
-std::optional<Launch> held(const DeviceProfile& device, const LogitsShape& of, int registers, const Knobs& knobs,
+std::optional<Launch> held(const DeviceProfile& device, const LogitsShape& shape, int registers, const Knobs& knobs,
                            const Kernel& kernel = in_place_held) {
   constexpr int most = 8;  // vectors of a thread where registers alone hold a row
-  const int64_t vectors = of.vocab / of.vec;
+  const int64_t vectors = shape.vocab / shape.vec;
   const bool clusters = device.resident_clusters[0][3] > 0;
-  if (of.vec == 1 || of.rows > int64_t{1} << 30 || vectors < int64_t{8} * min_edge_threads) return std::nullopt;
-  if (registers < held_of_chunks && (!clusters || of.element_bytes != 2)) return std::nullopt;
-  LaunchPlan plan =
-      plan_row_forward(device, of.rows, vectors * of.vec, {.vec = of.vec, .max_k = most, .max_block = 512, .k = 4}, knobs, two_blocks_from);
+  if (shape.vec == 1 || shape.rows > int64_t{1} << 30 || vectors < int64_t{8} * min_edge_threads) return std::nullopt;
+  if (registers < held_with_chunks && (!clusters || shape.element_bytes != 2)) return std::nullopt;
+  LaunchPlan plan = plan_row_forward(device, shape.rows, vectors * shape.vec, {.vec = shape.vec, .max_k = most, .max_block = 512, .k = 4},
+                                     knobs, cluster_min_vectors);
   if (clusters && vectors > int64_t{8} * 256 * most) {
     // Clusters of eight blocks. With four blocks of 256 threads per multiprocessor they fill a group of 18 multiprocessors.
     plan.path = Path::regs;
     plan.cluster = 8;
     plan.block = 256;
     plan.threads_per_row = plan.cluster * plan.block;
-    plan.grid = grid_of(std::max<int64_t>(1, of.rows) * plan.cluster);
+    plan.grid = checked_grid(std::max<int64_t>(1, shape.rows) * plan.cluster);
   }
   plan.k = registers;
   plan.slots = static_cast<int>(std::max<int64_t>(0, ceil_div(vectors, plan.threads_per_row) - registers));
   plan.shared_offset = reduction_bytes(2, plan.cluster);
-  plan.smem = plan.shared_offset + plan.slots * plan.block * of.vec * of.element_bytes;
+  plan.smem = plan.shared_offset + plan.slots * plan.block * shape.vec * shape.element_bytes;
   if (plan.path != Path::regs || plan.smem > shared_room(device, 1)) return std::nullopt;
   check_threads(device, plan);
-  return Launch{&kernel, kernel.instance(of.vec, registers), of.rows, of.vocab, plan, in_place};
+  return Launch{&kernel, kernel.instance(shape.vec, registers), shape.rows, shape.vocab, plan, in_place};
 }
 
-LaunchPlan plan_rows(const DeviceProfile& device, const LogitsShape& of, bool stash, const Knobs& knobs) {
-  const LaunchPlan plan = plan_logits(device, of.rows, of.vocab, of.element_bytes, of.vec, reduction_bytes(2), stash, knobs);
+LaunchPlan plan_rows(const DeviceProfile& device, const LogitsShape& shape, bool stash, const Knobs& knobs) {
+  const LaunchPlan plan = plan_logits(device, shape.rows, shape.vocab, shape.element_bytes, shape.vec, reduction_bytes(2), stash, knobs);
   check_threads(device, plan);
   return plan;
 }
 
 }  // namespace
 
-Launch cross_entropy_forward(const DeviceProfile& device, const LogitsShape& of, bool after_counts, const Knobs* given) {
+Launch cross_entropy_forward(const DeviceProfile& device, const LogitsShape& shape, bool after_counts, const Knobs* passed_knobs) {
   constexpr Tunable tunable = "cross_entropy";
-  LaunchPlan plan = plan_rows(device, of, false, chosen_knobs(given, device, {tunable.id, of.vec, of.rows, of.vocab}));
+  LaunchPlan plan = plan_rows(device, shape, false, chosen_knobs(passed_knobs, device, {tunable.id, shape.vec, shape.rows, shape.vocab}));
   plan.pdl = device.bulk_copies && after_counts;
   const bool whole_blocks = plan.block == logits_row_threads && plan.threads_per_row == plan.block;
-  const int threads = whole_blocks && of.vec > 1 && !of.full ? logits_row_threads : 0;
-  return {&cross_entropy_forward_kernel, cross_entropy_forward_kernel.instance(of.vec, none, threads), of.rows, of.vocab, plan, tunable};
+  const int threads = whole_blocks && shape.vec > 1 && !shape.full ? logits_row_threads : 0;
+  return {&cross_entropy_forward_kernel,
+          cross_entropy_forward_kernel.instance(shape.vec, none, threads),
+          shape.rows,
+          shape.vocab,
+          plan,
+          tunable};
 }
 
-Launch cross_entropy_backward(const DeviceProfile& device, const LogitsShape& of, const Knobs* given) {
-  return row_tiles(device, cross_entropy_backward_kernel, {of.rows, of.vocab, of.vec, logit_tile_k(of.vec), true}, "cross_entropy_backward",
-                   given);
+Launch cross_entropy_backward(const DeviceProfile& device, const LogitsShape& shape, const Knobs* passed_knobs) {
+  return row_tiles(device, cross_entropy_backward_kernel, {shape.rows, shape.vocab, shape.vec, logit_tile_k(shape.vec), true},
+                   "cross_entropy_backward", passed_knobs);
 }
 
-Launch cross_entropy_in_place(const DeviceProfile& device, const LogitsShape& of, bool plain, const Knobs* given) {
-  const Knobs knobs = in_place_knobs(device, of, given);
-  if (const auto made = held(device, of, plain ? held_in_registers : held_of_full, knobs)) return *made;
-  return {&in_place_kernel, in_place_kernel.instance(of.vec), of.rows, of.vocab, plan_rows(device, of, true, knobs), in_place};
+Launch cross_entropy_in_place(const DeviceProfile& device, const LogitsShape& shape, bool plain, const Knobs* passed_knobs) {
+  const Knobs knobs = in_place_knobs(device, shape, passed_knobs);
+  if (const auto config = held(device, shape, plain ? held_in_registers : held_with_options, knobs)) return *config;
+  return {&in_place_kernel, in_place_kernel.instance(shape.vec), shape.rows, shape.vocab, plan_rows(device, shape, true, knobs), in_place};
 }
 
-std::optional<Launch> cross_entropy_in_chunks(const DeviceProfile& device, const LogitsShape& of, bool tokens, int chunks,
-                                              const Knobs* given) {
-  if (of.element_bytes != 2 || chunks > most_vocabulary_chunks) return std::nullopt;
-  const Knobs knobs = in_place_knobs(device, of, given);
-  return tokens ? held(device, of, held_of_tokens, knobs, in_place_tokens) : held(device, of, held_of_chunks, knobs);
+std::optional<Launch> cross_entropy_in_chunks(const DeviceProfile& device, const LogitsShape& shape, bool tokens, int chunks,
+                                              const Knobs* passed_knobs) {
+  if (shape.element_bytes != 2 || chunks > most_vocabulary_chunks) return std::nullopt;
+  const Knobs knobs = in_place_knobs(device, shape, passed_knobs);
+  return tokens ? held(device, shape, held_with_tokens, knobs, in_place_tokens) : held(device, shape, held_with_chunks, knobs);
 }
 
-Launch cross_entropy_statistics(const DeviceProfile& device, const LogitsShape& of) {
-  return {&statistics_kernel, statistics_kernel.instance(of.vec), of.rows, of.vocab, plan_rows(device, of, false, {})};
+Launch cross_entropy_statistics(const DeviceProfile& device, const LogitsShape& shape) {
+  return {&statistics_kernel, statistics_kernel.instance(shape.vec), shape.rows, shape.vocab, plan_rows(device, shape, false, {})};
 }
 
 Launch cross_entropy_merge(const DeviceProfile& device, int64_t rows) {
@@ -115,9 +120,9 @@ const Fact equally_aligned{"equally_aligned", 1};
 
 Launches loss_gradient(const DeviceProfile& device, const Call& call) {
   if (empty(call)) return {};
-  LogitsShape of = logits(call, call.rows, false);
-  if (!call[equally_aligned]) of.vec = 1;
-  return {cross_entropy_backward(device, of, &call.knobs)};
+  LogitsShape shape = logits(call, call.rows, false);
+  if (!call[equally_aligned]) shape.vec = 1;
+  return {cross_entropy_backward(device, shape, &call.knobs)};
 }
 
 const Planned forward{

@@ -21,7 +21,7 @@ struct LogitsShape {
   bool full = false;  // the call has options that cost instructions per element
 };
 // Returns whether this instance is compiled for calls with these options (full), or for calls without them.
-constexpr bool logits_have(bool full, const Instance& of) { return full ? of.threads <= 0 : of.vec > 1; }
+constexpr bool compiled_for_options(bool full, const Instance& instance) { return full ? instance.threads <= 0 : instance.vec > 1; }
 
 // threads: the threads of a row, which has its block to itself, as a compile-time constant; 0: the number is a run-time argument.
 // after_counts: the launch depends on no earlier kernel except the one that counts targets.
@@ -37,10 +37,10 @@ Launch cross_entropy_backward(const DeviceProfile&, const LogitsShape&, const Kn
 // registers; its other vectors are in shared memory (plan.slots). Registers hold fewer vectors for three kinds of rows: rows that lie in
 // several matrices (chunks of the vocabulary), rows of log-probabilities (tokens), and rows of a loss with options that cost registers
 // (full: not `plain`). The kernels hold these kinds only if the logits have 16 bits, and the last two kinds only on devices with clusters.
-constexpr int held_in_registers = 8, held_of_chunks = 7, held_of_tokens = 5, held_of_full = 4;
+constexpr int held_in_registers = 8, held_with_chunks = 7, held_with_tokens = 5, held_with_options = 4;
 inline constexpr Kernel in_place_held("InPlaceHeld", Instance{row_threads, wide, held_in_registers},
-                                      Instance{row_threads, 8, held_of_chunks}, Instance{row_threads, 8, held_of_full, none, true});
-inline constexpr Kernel in_place_tokens("InPlaceTokens", Instance{row_threads, 8, held_of_tokens, none, true});
+                                      Instance{row_threads, 8, held_with_chunks}, Instance{row_threads, 8, held_with_options, none, true});
+inline constexpr Kernel in_place_tokens("InPlaceTokens", Instance{row_threads, 8, held_with_tokens, none, true});
 inline constexpr Kernel in_place_kernel("InPlace", Instance{row_threads, 1}, Instance{row_threads, wide});
 Launch cross_entropy_in_place(const DeviceProfile&, const LogitsShape&, bool plain, const Knobs* = nullptr);
 // The launch of InPlaceHeld, or for log-probabilities (tokens) of InPlaceTokens, for 16-bit rows that lie in `chunks` matrices, one for

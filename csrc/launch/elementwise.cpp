@@ -6,12 +6,12 @@
 
 namespace liger::launch {
 
-Launch row_tiles(const DeviceProfile& device, const Kernel& kernel, const TiledRows& of, Tunable tunable, const Knobs* given) {
-  const Knobs knobs = tunable.name ? chosen_knobs(given, device, {tunable.id, of.vec, of.rows, of.cols}) : Knobs{};
-  const int64_t rows = of.contiguous ? 1 : of.rows, cols = of.contiguous ? of.rows * of.cols : of.cols;
-  const LaunchPlan plan = plan_row_tiles(device, rows, cols, of.vec, of.k, of.edges ? min_edge_threads : 1, knobs);
+Launch row_tiles(const DeviceProfile& device, const Kernel& kernel, const TiledRows& shape, Tunable tunable, const Knobs* passed_knobs) {
+  const Knobs knobs = tunable.name ? chosen_knobs(passed_knobs, device, {tunable.id, shape.vec, shape.rows, shape.cols}) : Knobs{};
+  const int64_t rows = shape.contiguous ? 1 : shape.rows, cols = shape.contiguous ? shape.rows * shape.cols : shape.cols;
+  const LaunchPlan plan = plan_row_tiles(device, rows, cols, shape.vec, shape.k, shape.edges ? min_edge_threads : 1, knobs);
   check_threads(device, plan);
-  return {&kernel, kernel.instance(of.vec), rows, cols, plan, tunable};
+  return {&kernel, kernel.instance(shape.vec), rows, cols, plan, tunable};
 }
 
 Launch partial_columns(const DeviceProfile& device, int64_t rows, int64_t cols, int vec) {

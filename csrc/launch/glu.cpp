@@ -14,9 +14,9 @@ Launch glu(const DeviceProfile& device, const Kernel& kernel, bool silu, int64_t
 // The ops that op_plans.h lists.
 namespace {
 
-template <const Kernel& Of, bool Silu> Launches gated(const DeviceProfile& device, const Call& call) {
+template <const Kernel& KernelTable, bool Silu> Launches gated(const DeviceProfile& device, const Call& call) {
   if (empty(call)) return {};
-  return {glu(device, Of, Silu, call.rows, call.cols, row_vec(call), call.contiguous, &call.knobs)};
+  return {glu(device, KernelTable, Silu, call.rows, call.cols, row_vec(call), call.contiguous, &call.knobs)};
 }
 
 const Planned swiglu{"swiglu", gated<glu_forward, true>, {&glu_forward}};

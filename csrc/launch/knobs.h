@@ -11,7 +11,7 @@
 namespace liger::launch {
 
 // 0 leaves a choice to the planner. A planner first makes each choice independently of the knobs. Then the knob of that name, if the kernel
-// uses it, replaces the choice, clamped to the legal range (settled(), plan.h). The other fields of a plan follow from the choices.
+// uses it, replaces the choice, clamped to the legal range (with_knob(), plan.h). The other fields of a plan follow from the choices.
 // So a plan with any knobs can be launched, covers all of the work, and needs no more workspace than the plan without knobs.
 // The planner of the norms chooses two of the kernels, for few rows and for rows of whole warps, only without knobs.
 struct Knobs {
@@ -23,8 +23,8 @@ struct Knobs {
 
   // Returns whether a knob sets how a row is spread over threads and blocks.
   bool spread_rows() const { return threads > 0 || block > 0 || cluster > 0; }
-  // The number of blocks that should share a row. `own` is the planner's choice. A knob for a row's threads alone means a single block.
-  int64_t wanted_blocks(int64_t own) const { return cluster > 0 ? cluster : threads > 0 ? 1 : own; }
+  // The number of blocks that should share a row. `choice` is the planner's. A knob for a row's threads alone means a single block.
+  int64_t wanted_blocks(int64_t choice) const { return cluster > 0 ? cluster : threads > 0 ? 1 : choice; }
   auto operator<=>(const Knobs&) const = default;
 };
 
@@ -64,10 +64,10 @@ struct KnobEntry {
 void set_knobs(const KnobEntry* entries, size_t count);
 
 // Returns the table's knobs for a call on this device, and rounds the key's rows up to a power of two. Without a table it costs one load.
-Knobs knobs_of(const DeviceProfile&, const KnobKey&);
-// Returns the knobs that were passed for the call, or the table's if `given` is null.
-inline Knobs chosen_knobs(const Knobs* given, const DeviceProfile& device, const KnobKey& call) {
-  return given ? *given : knobs_of(device, call);
+Knobs tuned_knobs(const DeviceProfile&, const KnobKey&);
+// Returns the knobs that were passed for the call, or the table's if `passed_knobs` is null.
+inline Knobs chosen_knobs(const Knobs* passed_knobs, const DeviceProfile& device, const KnobKey& call) {
+  return passed_knobs ? *passed_knobs : tuned_knobs(device, call);
 }
 
 }  // namespace liger::launch

@@ -27,7 +27,7 @@ constexpr int reduction_bytes(int values, int cluster = 1) { return 2 * 8 + 2 * 
 
 // In the fused loss, rows of at least this many vectors get a cluster of two blocks of 256 threads. A block of 512 threads with eight
 // vectors each would hold rows of up to 4,096 vectors, but is slower.
-constexpr int two_blocks_from = 512 * 8 / 4 * 3;
+constexpr int cluster_min_vectors = 512 * 8 / 4 * 3;
 
 // A kernel instance: its launch bound, and the integer arguments of its template. These are vec, k and threads, in this order; `none` marks
 // an argument that the template does not have.
@@ -48,16 +48,16 @@ struct Kernel {
 
   template <class... All> constexpr explicit Kernel(const char* name, All... all) : name(name) {
     int count = 0;
-    for (const Instance& of : {Instance(all)...}) {
-      instances[count++] = of;
-      if (of.vec == wide) instances[count - 1].vec = 4, instances[count] = of, instances[count++].vec = 8;
+    for (const Instance& entry : {Instance(all)...}) {
+      instances[count++] = entry;
+      if (entry.vec == wide) instances[count - 1].vec = 4, instances[count] = entry, instances[count++].vec = 8;
     }
   }
   // Returns the instance that has these arguments. If there is none, throws std::logic_error; in a constant expression, this is a compile
   // error.
   constexpr const Instance& instance(int vec = none, int k = none, int threads = none) const {
-    for (const Instance& of : instances)
-      if (of.max_threads > 0 && of.vec == vec && of.k == k && of.threads == threads) return of;
+    for (const Instance& entry : instances)
+      if (entry.max_threads > 0 && entry.vec == vec && entry.k == k && entry.threads == threads) return entry;
     throw std::logic_error("a launch is planned for an instance that its kernel does not have");
   }
 };
@@ -74,17 +74,17 @@ struct Launch {
 
 // Calls f.operator()<I>() with the instance I of a launch of kernel Of. Compiles only the instances for which Fits(instance) is true, and
 // throws std::logic_error if the launch needs another one.
-template <const Kernel& Of, auto Fits = any_instance, class F> void with_instance(const Launch& made, F f) {
+template <const Kernel& KernelTable, auto Fits = any_instance, class F> void with_instance(const Launch& config, F f) {
   const auto run_if_it_is = [&]<size_t At>() {
-    constexpr Instance entry = Of.instances[At];
+    constexpr Instance entry = KernelTable.instances[At];
     if constexpr (entry.max_threads > 0 && Fits(entry))
-      if (made.instance == entry) return f.template operator()<entry>(), true;
+      if (config.instance == entry) return f.template operator()<entry>(), true;
     return false;
   };
-  const bool found = made.is(Of) && [&]<size_t... At>(std::index_sequence<At...>) {
+  const bool found = config.is(KernelTable) && [&]<size_t... At>(std::index_sequence<At...>) {
     return (run_if_it_is.template operator()<At>() || ...);
-  }(std::make_index_sequence<std::size(Of.instances)>{});
-  if (!found) throw std::logic_error(std::string("a launch is planned for an instance of ") + Of.name + " that has no code here");
+  }(std::make_index_sequence<std::size(KernelTable.instances)>{});
+  if (!found) throw std::logic_error(std::string("a launch is planned for an instance of ") + KernelTable.name + " that has no code here");
 }
 
 }  // namespace liger::launch

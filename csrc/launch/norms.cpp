@@ -39,19 +39,19 @@ LaunchPlan plan_whole_warps(const DeviceProfile& device, int64_t rows, int64_t v
   plan.vec = vec;
   plan.k = forward_warps_k;
   plan.block = plan.threads_per_row = static_cast<int>(round_up(ceil_div(vectors, forward_warps_k), device.warp));
-  plan.grid = grid_of(rows);
+  plan.grid = checked_grid(rows);
   plan.smem = row_warps_floats * int{sizeof(float)};
   return plan;
 }
 
 // The most rows of a block whose sums over rows fit into shared memory at the block's end, behind the reductions' buffers.
-int64_t most_rows_of_block(const DeviceProfile& device, int64_t cols, bool centered) {
+int64_t most_block_rows(const DeviceProfile& device, int64_t cols, bool centered) {
   const int64_t each = cols * (centered ? 2 : 1) * int64_t{sizeof(float)};
   return std::max<int64_t>(1, (device.shared_per_block_optin - std::max<int>(row_warps_floats * sizeof(float), reduction_bytes(2))) / each);
 }
 
 // The number of resident blocks of the persistent backward per multiprocessor.
-int64_t resident_blocks(const LaunchPlan& plan, const Knobs& knobs) { return settled(plan.block <= 256 ? 2 : 1, knobs.resident, 1, 4); }
+int64_t resident_blocks(const LaunchPlan& plan, const Knobs& knobs) { return with_knob(plan.block <= 256 ? 2 : 1, knobs.resident, 1, 4); }
 
 // The plan of rows of whole warps. Several rows share a block of up to 512 threads, or of 256 on devices without bulk copies.
 LaunchPlan norm_warps(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, bool centered, const Knobs& knobs) {
@@ -63,19 +63,19 @@ LaunchPlan norm_warps(const DeviceProfile& device, int64_t rows, int64_t cols, i
   LaunchPlan plan;
   plan.warp = device.warp;
   plan.vec = vec;
-  plan.threads_per_row = static_cast<int>(settled(warps, ceil_div(knobs.threads, device.warp), warps, most_warps) * device.warp);
+  plan.threads_per_row = static_cast<int>(with_knob(warps, ceil_div(knobs.threads, device.warp), warps, most_warps) * device.warp);
   plan.k = vectors > 2 * plan.threads_per_row ? 3 : 2;
   // Two blocks of up to 256 threads in place of one of 512, if they hold as many rows and a row has fewer than 256 threads. That is faster,
   // except for 256 threads per row (equal) and three vectors per thread (slower; docs/measurements.md).
   const bool pairs = plan.threads_per_row < 256 && 512 / plan.threads_per_row == 2 * (256 / plan.threads_per_row);
   // A block has at most 15 barriers for its rows. A call of few rows is spread over all multiprocessors, with fewer rows per block.
   const int64_t most =
-      std::min<int64_t>({15, most_rows_of_block(device, cols, centered), 512 / plan.threads_per_row, std::max<int64_t>(1, rows)});
+      std::min<int64_t>({15, most_block_rows(device, cols, centered), 512 / plan.threads_per_row, std::max<int64_t>(1, rows)});
   const int64_t threads = device.bulk_copies && !pairs ? 512 : 256;
-  const int64_t own = std::clamp<int64_t>(std::min(threads / plan.threads_per_row, ceil_div(rows, device.multiprocessors)), 1, most);
-  const int64_t groups = settled(own, ceil_div(knobs.block, plan.threads_per_row), 1, most);
+  const int64_t preferred = std::clamp<int64_t>(std::min(threads / plan.threads_per_row, ceil_div(rows, device.multiprocessors)), 1, most);
+  const int64_t groups = with_knob(preferred, ceil_div(knobs.block, plan.threads_per_row), 1, most);
   plan.block = static_cast<int>(groups * plan.threads_per_row);
-  plan.grid = grid_of(ceil_div(rows, groups));
+  plan.grid = checked_grid(ceil_div(rows, groups));
   return plan;
 }
 
@@ -118,8 +118,8 @@ void add_ring(const DeviceProfile& device, LaunchPlan& plan, NormBackwardKind ki
   const int64_t rounds = ceil_div(rows, int64_t{plan.grid} / plan.cluster * std::max(1, plan.block / plan.threads_per_row));
   const int room = shared_room(device, resident) - plan.shared_offset;
   const int most = std::max(1, device.bulk_copies ? room / stage : std::min(room / stage, async_stages));
-  const int own = std::min(ring_stages(device, plan, kind, rounds, 96 * 1024 / resident, stage), most);
-  plan.stages = static_cast<int>(settled(own, stages, 1, most));
+  const int preferred = std::min(ring_stages(device, plan, kind, rounds, 96 * 1024 / resident, stage), most);
+  plan.stages = static_cast<int>(with_knob(preferred, stages, 1, most));
   plan.smem = plan.shared_offset + plan.stages * stage;
 }
 
@@ -178,9 +178,9 @@ NormBackwardLaunches backward(const DeviceProfile& device, int64_t rows, int64_t
 
 }  // namespace
 
-Launch norm_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, NormForwardKind kind, const Knobs* given) {
+Launch norm_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, NormForwardKind kind, const Knobs* passed_knobs) {
   const Tunable tunable = kind.centered ? Tunable("layer_norm") : kind.residual ? Tunable("add_rms_norm") : Tunable("rms_norm");
-  const Knobs knobs = chosen_knobs(given, device, {tunable.id, vec, rows, cols});
+  const Knobs knobs = chosen_knobs(passed_knobs, device, {tunable.id, vec, rows, cols});
   if (!knobs.spread_rows() && in_whole_warps(device, kind, rows, ceil_div(cols, vec), vec)) {
     const LaunchPlan plan = plan_whole_warps(device, rows, ceil_div(cols, vec), vec);
     check_threads(device, plan);
@@ -210,7 +210,7 @@ LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t
     const int max_k = !device.bulk_copies && vectors > 512 * 2 ? 4 : k;
     const bool few = rows * 8 <= device.multiprocessors;  // few rows get more threads each
     // A row has at least `least` threads, which limits how many rows a block can have.
-    const int64_t least = std::min<int64_t>(next_pow2(ceil_div(vectors, max_k)), 512), most = most_rows_of_block(device, cols, centered);
+    const int64_t least = std::min<int64_t>(next_pow2(ceil_div(vectors, max_k)), 512), most = most_block_rows(device, cols, centered);
     const int bound = static_cast<int>(std::min<int64_t>(least * (next_pow2(most + 1) / 2), 512));
     const RowTiling tiling{.vec = vec,
                            .max_k = max_k,
@@ -220,21 +220,21 @@ LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t
                            .k = few ? 1 : k};
     plan = plan_row(device, rows, cols, tiling, knobs);
   }
-  plan = clustered(device, plan, rows, cols, k, 512, knobs.wanted_blocks(1));
+  plan = with_cluster(device, plan, rows, cols, k, 512, knobs.wanted_blocks(1));
   plan.k = std::max(plan.k, k);
   // `resident` blocks or clusters fill the device. The grid is the smallest one with the same number of rounds: it is as fast and leaves
   // fewer partial rows.
   const int64_t resident = plan.cluster > 1 ? persistent_clusters(device, plan.cluster, knobs.resident)
                                             : int64_t{device.multiprocessors} * resident_blocks(plan, knobs);
-  const int64_t teams = plan.grid / plan.cluster;
-  plan.partial_rows = grid_of(ceil_div(teams, ceil_div(teams, resident)));
-  plan.grid = grid_of(int64_t{plan.partial_rows} * plan.cluster);
+  const int64_t clusters = plan.grid / plan.cluster;
+  plan.partial_rows = checked_grid(ceil_div(clusters, ceil_div(clusters, resident)));
+  plan.grid = checked_grid(int64_t{plan.partial_rows} * plan.cluster);
   return plan;
 }
 
 NormBackwardLaunches norm_backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, NormBackwardKind kind,
-                                   const Knobs* given) {
-  return backward(device, rows, cols, vec, kind, chosen_knobs(given, device, {backward_tunable(kind).id, vec, rows, cols}));
+                                   const Knobs* passed_knobs) {
+  return backward(device, rows, cols, vec, kind, chosen_knobs(passed_knobs, device, {backward_tunable(kind).id, vec, rows, cols}));
 }
 
 int64_t norm_partial_rows(const DeviceProfile& device, int64_t rows, int64_t cols, bool centered) {
@@ -262,13 +262,13 @@ Launches norm(const DeviceProfile& device, const Call& call, bool centered, int 
 
 Launches norm_gradient(const DeviceProfile& device, const Call& call, bool centered, int inputs) {
   if (empty(call)) return {};
-  const NormBackwardLaunches made =
+  const NormBackwardLaunches config =
       norm_backward(device, call.rows, call.cols, row_vec(call), {centered, call[mixed] != 0, call[frozen] != 0, inputs}, &call.knobs);
   Launches out;
-  if (made.means.kernel) out.push_back(made.means);
-  out.push_back(made.main);
-  if (!call[frozen] && made.main.plan.partial_rows > 0)
-    out.push_back(sum_columns(device, made.main.plan.partial_rows, call.cols, centered && call[bias] ? call.cols : 0));
+  if (config.means.kernel) out.push_back(config.means);
+  out.push_back(config.main);
+  if (!call[frozen] && config.main.plan.partial_rows > 0)
+    out.push_back(sum_columns(device, config.main.plan.partial_rows, call.cols, centered && call[bias] ? call.cols : 0));
   return out;
 }
 

@@ -39,9 +39,9 @@ inline constexpr Kernel norm_forward_registers("NormForwardRegisters", Instance{
                                                Instance{cluster_block, wide, 8, cluster_block, true});
 inline constexpr Kernel norm_forward_reread("NormForwardReread", Instance{row_threads, 1}, Instance{row_threads, wide});
 // Returns whether this instance is compiled for this kind.
-constexpr bool norm_forward_has(NormForwardKind kind, const Instance& of) {
-  if (of.threads == whole_warps || of.threads == forward_lanes) return !kind.centered && !kind.residual && kind.same_dtype;
-  return of.vec > 1 || !kind.same_dtype;
+constexpr bool norm_forward_has(NormForwardKind kind, const Instance& instance) {
+  if (instance.threads == whole_warps || instance.threads == forward_lanes) return !kind.centered && !kind.residual && kind.same_dtype;
+  return instance.vec > 1 || !kind.same_dtype;
 }
 
 Launch norm_forward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, NormForwardKind, const Knobs* = nullptr);
@@ -61,7 +61,7 @@ inline constexpr Kernel norm_backward_rows("NormBackwardRows", Instance{512, wid
 // half as many tiles.
 inline constexpr Kernel norm_backward_few("NormBackwardFew", Instance{512, wide, 2, 4}, Instance{512, wide, 2, 8},
                                           Instance{512, wide, 4, 4});
-constexpr int64_t few_tiles(int64_t cols, const Instance& of) { return ceil_div(cols, of.threads * of.vec); }
+constexpr int64_t few_tiles(int64_t cols, const Instance& instance) { return ceil_div(cols, instance.threads * instance.vec); }
 // threads: the threads of a row in a block, as a template argument. 0: a part of a warp, or rows of single elements; whole_warps: any
 // number of warps; 512: a block of a cluster or, on devices without clusters, of a long row with four vectors per thread.
 inline constexpr Kernel norm_backward_registers("NormBackwardRegisters", Instance{512, 1, 4, 0}, Instance{512, wide, 2, 0},

@@ -26,7 +26,7 @@ std::string listed(const auto& names) {
 
 }  // namespace
 
-Fact::Fact(const char* name, int64_t otherwise) : name(name), otherwise(otherwise) { all_facts().insert(name); }
+Fact::Fact(const char* name, int64_t default_value) : name(name), default_value(default_value) { all_facts().insert(name); }
 
 Planned::Planned(const char* op, Launches (*launches)(const DeviceProfile&, const Call&), std::vector<const Kernel*> kernels)
     : op(op), launches(launches), kernels(std::move(kernels)) {

@@ -14,11 +14,11 @@ namespace liger::launch {
 // A property of a call on which an op's launches depend, in addition to the fields of Call: a number, or 0 or 1. Each fact is a constant in
 // launch/<op>.cpp, or here if several ops use it.
 struct Fact {
-  explicit Fact(const char* name, int64_t otherwise = 0);
+  explicit Fact(const char* name, int64_t default_value = 0);
   Fact(const Fact&) = delete;
 
   const char* const name;
-  const int64_t otherwise;  // the default, for a call that does not set the fact
+  const int64_t default_value;  // the default, for a call that does not set the fact
 };
 inline const Fact bias{"bias"};
 inline const Fact frozen{"frozen"};  // backward: no parameter needs a gradient, and the weight has x's dtype
@@ -33,8 +33,8 @@ struct Call {
   std::map<std::string, int64_t, std::less<>> facts;  // by their names
 
   int64_t operator[](const Fact& fact) const {
-    const auto said = facts.find(fact.name);
-    return said == facts.end() ? fact.otherwise : said->second;
+    const auto found = facts.find(fact.name);
+    return found == facts.end() ? fact.default_value : found->second;
   }
 };
 

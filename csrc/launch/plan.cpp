@@ -6,7 +6,7 @@
 
 namespace liger::launch {
 
-int grid_of(int64_t blocks) {
+int checked_grid(int64_t blocks) {
   if (blocks > std::numeric_limits<int32_t>::max()) throw std::length_error("a tensor needs more blocks than one launch can have");
   return static_cast<int>(std::max<int64_t>(1, blocks));
 }
@@ -26,10 +26,10 @@ int64_t persistent_clusters(const DeviceProfile& device, int64_t cluster, int re
   return resident_clusters(device, cluster, std::clamp(resident, 1, 3));
 }
 
-LaunchPlan clustered(const DeviceProfile& device, LaunchPlan plan, int64_t rows, int64_t cols, int k, int block, int64_t wants) {
+LaunchPlan with_cluster(const DeviceProfile& device, LaunchPlan plan, int64_t rows, int64_t cols, int k, int block, int64_t wants) {
   if (plan.vec == 1 || (plan.path == Path::regs && wants <= 1)) return plan;
   const int64_t vectors = ceil_div(cols, plan.vec), least = next_pow2(ceil_div(vectors, int64_t{block} * k));
-  int64_t cluster = settled_pow2(least, wants, least, next_pow2(ceil_div(vectors, block)));  // every thread has a vector
+  int64_t cluster = with_knob_pow2(least, wants, least, next_pow2(ceil_div(vectors, block)));  // every thread has a vector
   if (resident_clusters(device, cluster) == 0) cluster = least;
   if (cluster == 1 || resident_clusters(device, cluster) == 0) return plan;
   plan.path = Path::regs;
@@ -37,7 +37,7 @@ LaunchPlan clustered(const DeviceProfile& device, LaunchPlan plan, int64_t rows,
   plan.block = block;
   plan.threads_per_row = plan.cluster * block;
   plan.k = k;
-  plan.grid = grid_of(std::max<int64_t>(1, rows) * cluster);
+  plan.grid = checked_grid(std::max<int64_t>(1, rows) * cluster);
   return plan;
 }
 
@@ -62,16 +62,16 @@ LaunchPlan plan_row(const DeviceProfile& device, int64_t rows, int64_t cols, con
   // At least as many threads as hold the row, if a block can hold it; at most one per vector.
   const int64_t holding = next_pow2(ceil_div(vectors, tiling.max_k));
   const int64_t least = holding > bound ? std::min(tiling.min_block, bound) : std::max(coalesced, holding);
-  threads = settled_pow2(threads, knobs.threads, least, std::min<int64_t>(next_pow2(vectors), bound));
+  threads = with_knob_pow2(threads, knobs.threads, least, std::min<int64_t>(next_pow2(vectors), bound));
   const int64_t k = next_pow2(ceil_div(vectors, threads));
   plan.path = k <= tiling.max_k ? Path::regs : Path::reread;
   plan.k = static_cast<int>(std::min<int64_t>(k, tiling.max_k));
   plan.threads_per_row = static_cast<int>(threads);
-  const int64_t own_block = std::max<int64_t>(threads, std::min(tiling.min_block, max_block));
-  const int64_t block = plan.path == Path::reread ? threads : settled_pow2(own_block, knobs.block, threads, bound);
+  const int64_t preferred_block = std::max<int64_t>(threads, std::min(tiling.min_block, max_block));
+  const int64_t block = plan.path == Path::reread ? threads : with_knob_pow2(preferred_block, knobs.block, threads, bound);
   plan.block = static_cast<int>(round_up(block, device.warp));
   const int64_t rows_per_block = plan.block / plan.threads_per_row;
-  plan.grid = grid_of(ceil_div(rows, rows_per_block));
+  plan.grid = checked_grid(ceil_div(rows, rows_per_block));
   return plan;
 }
 
@@ -81,11 +81,12 @@ LaunchPlan plan_row_forward(const DeviceProfile& device, int64_t rows, int64_t c
   const bool few = few_rows(device, rows);
   if (few) tiling.k = 1, tiling.long_k = 0, tiling.max_block = tiling.bound;
   LaunchPlan plan = plan_row(device, rows, cols, tiling, knobs);
-  const int blocks = plan.path != Path::regs || (!few && vectors >= cluster_from) ? 2 : 1;  // clustered() takes more if the row needs more
+  const int blocks =
+      plan.path != Path::regs || (!few && vectors >= cluster_from) ? 2 : 1;  // with_cluster() takes more if the row needs more
   if (plan.path != Path::regs)
     plan = plan_row(device, rows, cols,
                     {.vec = tiling.vec, .max_k = tiling.max_k, .max_block = tiling.bound, .bound = tiling.bound, .k = tiling.max_k}, knobs);
-  return clustered(device, plan, rows, cols, tiling.max_k, cluster_block, knobs.wanted_blocks(blocks));
+  return with_cluster(device, plan, rows, cols, tiling.max_k, cluster_block, knobs.wanted_blocks(blocks));
 }
 
 LaunchPlan plan_block_per_row(const DeviceProfile& device, int64_t rows, int64_t cols, int vec) {
@@ -95,7 +96,7 @@ LaunchPlan plan_block_per_row(const DeviceProfile& device, int64_t rows, int64_t
   plan.vec = vec;
   plan.block = static_cast<int>(std::clamp<int64_t>(next_pow2(ceil_div(cols, 4 * vec)), device.warp, device.max_block_threads));
   plan.threads_per_row = plan.block;
-  plan.grid = grid_of(rows);
+  plan.grid = checked_grid(rows);
   return plan;
 }
 
@@ -110,7 +111,7 @@ LaunchPlan plan_row_ranges(const DeviceProfile& device, int64_t rows, int64_t co
   const int64_t ranges = std::clamp<int64_t>(4 * device.multiprocessors / tiles, 1, std::max<int64_t>(1, rows));
   // All ranges have the same number of rows, except for the last one; none is empty.
   plan.partial_rows = static_cast<int>(std::max<int64_t>(1, ceil_div(rows, ceil_div(std::max<int64_t>(1, rows), ranges))));
-  plan.grid = grid_of(tiles * plan.partial_rows);
+  plan.grid = checked_grid(tiles * plan.partial_rows);
   return plan;
 }
 
@@ -130,11 +131,11 @@ LaunchPlan plan_row_tiles(const DeviceProfile& device, int64_t rows, int64_t col
   plan.warp = device.warp;
   plan.vec = vec;
   plan.k = per_thread;
-  plan.block = static_cast<int>(settled_pow2(64, knobs.block, 64, 256));
+  plan.block = static_cast<int>(with_knob_pow2(64, knobs.block, 64, 256));
   plan.threads_per_row =
       static_cast<int>(std::clamp<int64_t>(next_pow2(ceil_div(cols, int64_t{vec} * per_thread)), min_threads, plan.block));
   const int64_t tiles_per_row = ceil_div(cols, int64_t{plan.threads_per_row} * vec * per_thread);
-  plan.grid = grid_of(tiles_per_row * ceil_div(rows, plan.block / plan.threads_per_row));
+  plan.grid = checked_grid(tiles_per_row * ceil_div(rows, plan.block / plan.threads_per_row));
   return plan;
 }
 
@@ -142,7 +143,7 @@ RopePlan plan_rope(const DeviceProfile& device, int64_t positions, int64_t q_hea
                    const Knobs& knobs) {
   RopePlan plan;
   plan.launch.warp = device.warp;
-  plan.launch.block = static_cast<int>(settled_pow2(128, knobs.block, 64, 256));
+  plan.launch.block = static_cast<int>(with_knob_pow2(128, knobs.block, 64, 256));
   plan.lanes = static_cast<int>(std::max<int64_t>(1, places));
   plan.q_slots = static_cast<int>(ceil_div(q_heads, heads_per_thread));
   plan.k_slots = static_cast<int>(ceil_div(k_heads, heads_per_thread));
@@ -150,7 +151,7 @@ RopePlan plan_rope(const DeviceProfile& device, int64_t positions, int64_t q_hea
   // Thread numbers fit 31 bits, also those of the last block's idle threads.
   const int64_t most = ((int64_t{1} << 31) - plan.launch.block) / std::max(1, plan.launch.threads_per_row);
   plan.positions = std::clamp<int64_t>(most, 1, std::max<int64_t>(1, positions));
-  plan.launch.grid = grid_of(ceil_div(plan.positions * plan.launch.threads_per_row, plan.launch.block));
+  plan.launch.grid = checked_grid(ceil_div(plan.positions * plan.launch.threads_per_row, plan.launch.block));
   return plan;
 }
 
@@ -160,7 +161,7 @@ LaunchPlan plan_column_sum(const DeviceProfile& device, int64_t partial_rows, in
   plan.block = 256;
   plan.threads_per_row = static_cast<int>(plan.block / std::clamp<int64_t>(next_pow2(ceil_div(partial_rows, 4)), 1, 32));
   plan.smem = plan.block * static_cast<int>(sizeof(float));
-  plan.grid = grid_of(ceil_div(first_cols, plan.threads_per_row) + ceil_div(second_cols, plan.threads_per_row));
+  plan.grid = checked_grid(ceil_div(first_cols, plan.threads_per_row) + ceil_div(second_cols, plan.threads_per_row));
   plan.pdl = device.bulk_copies;
   return plan;
 }
@@ -178,17 +179,17 @@ LaunchPlan plan_logits(const DeviceProfile& device, int64_t rows, int64_t vocab,
   auto spread = [&](int limit) {
     limit = std::min(limit, device.max_block_threads);
     const int64_t bound = std::min(std::max(limit, 512), device.max_block_threads);
-    const int64_t own = std::clamp<int64_t>(next_pow2(ceil_div(vectors, vectors_per_thread)), min_edge_threads, limit);
-    const int64_t threads = settled_pow2(own, knobs.threads, min_edge_threads, std::min(next_pow2(vectors), bound));
+    const int64_t preferred = std::clamp<int64_t>(next_pow2(ceil_div(vectors, vectors_per_thread)), min_edge_threads, limit);
+    const int64_t threads = with_knob_pow2(preferred, knobs.threads, min_edge_threads, std::min(next_pow2(vectors), bound));
     plan.threads_per_row = static_cast<int>(threads);
-    plan.block = static_cast<int>(settled_pow2(std::max<int64_t>(threads, 128), knobs.block, std::max<int64_t>(threads, 64), bound));
+    plan.block = static_cast<int>(with_knob_pow2(std::max<int64_t>(threads, 128), knobs.block, std::max<int64_t>(threads, 64), bound));
   };
   spread(max_threads);
   plan.k = 0;
   plan.smem = plan.shared_offset = shared_bytes;
   // As many blocks per multiprocessor as possible, while four fifths of the L2 hold all vectors that are not stashed. The last resort is
   // one large block.
-  for (int64_t resident = settled(max_resident, knobs.resident, 1, max_resident); stash && resident >= 1; --resident) {
+  for (int64_t resident = with_knob(max_resident, knobs.resident, 1, max_resident); stash && resident >= 1; --resident) {
     if (resident == 1 && plan.threads_per_row == max_threads) spread(2 * max_threads);
     const int64_t room = shared_room(device, resident) - shared_bytes;
     const int64_t slot = int64_t{plan.block} * vec * element_bytes;
@@ -200,7 +201,7 @@ LaunchPlan plan_logits(const DeviceProfile& device, int64_t rows, int64_t vocab,
     const int64_t in_flight = left * (plan.block / plan.threads_per_row) * resident * device.multiprocessors;
     if (in_flight <= device.l2_bytes / 5 * 4) break;
   }
-  plan.grid = grid_of(ceil_div(rows, plan.block / plan.threads_per_row));
+  plan.grid = checked_grid(ceil_div(rows, plan.block / plan.threads_per_row));
   return plan;
 }
 

@@ -20,13 +20,13 @@ constexpr int64_t next_pow2(int64_t n) {
 }
 
 // The last step of each choice of a planner: a knob, clamped to the legal range from `least` to `most`, replaces the planner's choice
-// (`own`). If least > most, the knob becomes `least`.
-constexpr int64_t settled(int64_t own, int64_t knob, int64_t least, int64_t most) {
-  return knob > 0 ? std::clamp(knob, least, std::max(least, most)) : own;
+// (`choice`). If least > most, the knob becomes `least`.
+constexpr int64_t with_knob(int64_t choice, int64_t knob, int64_t least, int64_t most) {
+  return knob > 0 ? std::clamp(knob, least, std::max(least, most)) : choice;
 }
 // The same for a choice that must be a power of two. The bounds are powers of two.
-constexpr int64_t settled_pow2(int64_t own, int64_t knob, int64_t least, int64_t most) {
-  return settled(own, knob > 0 ? next_pow2(knob) : 0, least, most);
+constexpr int64_t with_knob_pow2(int64_t choice, int64_t knob, int64_t least, int64_t most) {
+  return with_knob(choice, knob > 0 ? next_pow2(knob) : 0, least, most);
 }
 
 // regs: the threads of a row hold it in registers (and shared memory), so that the kernel reads it once. reread: a two-pass kernel reads
@@ -79,11 +79,11 @@ constexpr int cluster_block = 256;  // threads per block in these clusters
 // Returns `plan` with a cluster of blocks for each row, of `block` threads with at most k vectors each. It does so if a single block cannot
 // hold the row (plan.path is reread), or if `wants`, the number of blocks that should share a row, is two or more. Returns `plan` unchanged
 // otherwise, and where the device has no clusters of a fitting size.
-LaunchPlan clustered(const DeviceProfile&, LaunchPlan plan, int64_t rows, int64_t cols, int k, int block, int64_t wants);
+LaunchPlan with_cluster(const DeviceProfile&, LaunchPlan plan, int64_t rows, int64_t cols, int k, int block, int64_t wants);
 // The number of clusters of persistent blocks that a device holds if each multiprocessor has `resident` of the blocks (clamped to 1 to 3).
 int64_t persistent_clusters(const DeviceProfile&, int64_t cluster, int resident);
 // Returns `blocks` as a grid of at least 1. Throws std::length_error if that is more than a launch can have.
-int grid_of(int64_t blocks);
+int checked_grid(int64_t blocks);
 // Bytes of shared memory that each of `resident` blocks on a multiprocessor can have. The driver reserves 1,024 bytes per block.
 inline int shared_room(const DeviceProfile& device, int64_t resident) {
   return std::min<int64_t>(device.shared_per_block_optin, device.shared_per_multiprocessor / resident - 1024);

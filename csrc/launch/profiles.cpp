@@ -22,7 +22,7 @@ namespace {
 constexpr int64_t KiB = 1 << 10, MiB = 1 << 20, GiB = 1 << 30;
 
 struct Clusters {
-  int of[4] = {};  // clusters of 1, 2, 4 and 8 blocks
+  int counts[4] = {};  // clusters of 1, 2, 4 and 8 blocks
 };
 
 DeviceProfile named(const char* name, Vendor vendor, int arch, int multiprocessors, int64_t l2, int64_t memory) {
@@ -43,7 +43,7 @@ DeviceProfile nvidia(const char* name, int arch, int multiprocessors, int64_t sh
   profile.shared_per_multiprocessor = int(shared);
   profile.shared_per_block_optin = int(arch < 80 ? shared : shared - KiB);
   for (int blocks = 1; blocks <= 3; ++blocks)  // with n blocks per multiprocessor the device holds at least n times as many clusters
-    for (int i = 0; i < 4; ++i) profile.resident_clusters[blocks - 1][i] = blocks * clusters.of[i];
+    for (int i = 0; i < 4; ++i) profile.resident_clusters[blocks - 1][i] = blocks * clusters.counts[i];
   return profile;
 }
 

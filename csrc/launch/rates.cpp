@@ -31,7 +31,7 @@ int64_t distance(const DeviceProfile& a, const DeviceProfile& b) {
 
 }  // namespace
 
-Rates rates_of(const DeviceProfile* gpu) {
+Rates device_rates(const DeviceProfile* gpu) {
   if (gpu == nullptr || gpu->vendor == Vendor::host) return {1.5e11, 1.5e11, 2e10, 2e-6, 4e9, false};
   const DeviceProfile* nearest = nullptr;
   for (const DeviceProfile& known : reference_profiles()) {

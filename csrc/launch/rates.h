@@ -17,6 +17,6 @@ struct Rates {
 
 // Returns the rates of a device, or of the nearest device in the table in rates.cpp: the same vendor, the nearest architecture, scaled by
 // the number of multiprocessors. gpu: null for a CPU.
-Rates rates_of(const DeviceProfile* gpu);
+Rates device_rates(const DeviceProfile* gpu);
 
 }  // namespace liger::launch

@@ -14,9 +14,9 @@ Launch relu_squared(const DeviceProfile& device, const Kernel& kernel, int64_t r
 // The ops that op_plans.h lists.
 namespace {
 
-template <const Kernel& Of> Launches planned(const DeviceProfile& device, const Call& call) {
+template <const Kernel& KernelTable> Launches planned(const DeviceProfile& device, const Call& call) {
   if (empty(call)) return {};
-  return {relu_squared(device, Of, call.rows, call.cols, row_vec(call), call.contiguous, &call.knobs)};
+  return {relu_squared(device, KernelTable, call.rows, call.cols, row_vec(call), call.contiguous, &call.knobs)};
 }
 
 const Planned forward{"relu_squared", planned<relu_squared_forward>, {&relu_squared_forward}};

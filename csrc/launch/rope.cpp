@@ -12,13 +12,14 @@ RopePlan plan_rope_heads(const DeviceProfile& device, int64_t positions, int64_t
   return plan;
 }
 
-RopeLaunch rope(const DeviceProfile& device, const RopeShape& of, int64_t done, int vec, const Knobs* given) {
+RopeLaunch rope(const DeviceProfile& device, const RopeShape& shape, int64_t done, int vec, const Knobs* passed_knobs) {
   constexpr Tunable tunable = "rope";
-  const KnobKey call{tunable.id, vec, of.positions, of.head_dim, int32_t(of.q_heads), int32_t(of.k_heads), int32_t(of.rotary_dim)};
-  const RopePlan plan = plan_rope_heads(device, of.positions - done, of.q_heads, of.k_heads, of.head_dim, of.rotary_dim, vec,
-                                        chosen_knobs(given, device, call));
-  const Kernel& kernel = of.interleaved && vec > 1 ? rope_interleaved_kernel : rope_kernel;
-  return {{&kernel, kernel.instance(vec), plan.positions, of.head_dim, plan.launch, tunable}, plan.lanes, plan.q_slots, plan.k_slots};
+  const KnobKey call{
+      tunable.id, vec, shape.positions, shape.head_dim, int32_t(shape.q_heads), int32_t(shape.k_heads), int32_t(shape.rotary_dim)};
+  const RopePlan plan = plan_rope_heads(device, shape.positions - done, shape.q_heads, shape.k_heads, shape.head_dim, shape.rotary_dim, vec,
+                                        chosen_knobs(passed_knobs, device, call));
+  const Kernel& kernel = shape.interleaved && vec > 1 ? rope_interleaved_kernel : rope_kernel;
+  return {{&kernel, kernel.instance(vec), plan.positions, shape.head_dim, plan.launch, tunable}, plan.lanes, plan.q_slots, plan.k_slots};
 }
 
 // The ops that op_plans.h lists.

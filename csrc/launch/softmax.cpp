@@ -17,21 +17,21 @@ struct Direction {
 // Several blocks share rows of more vectors than this, which is then faster (docs/measurements.md).
 constexpr int64_t most_in_block = 2048;
 // The same for calls of few rows.
-constexpr int64_t most_in_block_of_few = 1024;
+constexpr int64_t most_in_block_few_rows = 1024;
 // A row that does not consist of whole vectors takes at least min_edge_threads threads with at least four vectors each. Shorter rows are
 // read element by element.
 constexpr int64_t least_with_edges = 4 * min_edge_threads;
 
 // The number of blocks that share a row: 1, or the size of a cluster that the device supports.
-int64_t blocks_of_row(const DeviceProfile& device, const SoftmaxShape& of, int k, const Knobs& knobs) {
-  const bool few = few_rows(device, of.rows);
-  const int64_t vectors = of.cols / of.vec;
+int64_t row_blocks(const DeviceProfile& device, const SoftmaxShape& shape, int k, const Knobs& knobs) {
+  const bool few = few_rows(device, shape.rows);
+  const int64_t vectors = shape.cols / shape.vec;
   // Blocks of 256 threads: as few as hold the row in registers or, for few rows, as many as give each thread one vector.
   const int64_t holding = next_pow2(ceil_div(vectors, 256 * k)), most = next_pow2(ceil_div(vectors, 256));
-  const int64_t own = vectors <= (few ? most_in_block_of_few : most_in_block) ? 1 : few ? most : holding;
-  const int64_t asked = knobs.wanted_blocks(own);
-  if (of.vec == 1 || (asked == 1 && (own == 1 || vectors <= 1024 * k))) return 1;
-  const int64_t wanted = settled_pow2(own, asked, holding, most);
+  const int64_t preferred = vectors <= (few ? most_in_block_few_rows : most_in_block) ? 1 : few ? most : holding;
+  const int64_t asked = knobs.wanted_blocks(preferred);
+  if (shape.vec == 1 || (asked == 1 && (preferred == 1 || vectors <= 1024 * k))) return 1;
+  const int64_t wanted = with_knob_pow2(preferred, asked, holding, most);
   int64_t blocks = 1;
   for (int i = 1; i < 4; ++i)
     if (device.resident_clusters[0][i] > 0 && 1 << i <= wanted) blocks = 1 << i;
@@ -40,34 +40,34 @@ int64_t blocks_of_row(const DeviceProfile& device, const SoftmaxShape& of, int k
 
 // A row has a block, or shares one with other rows: four vectors per thread, and more where that would take more than 2,048 / k threads. In
 // calls of few rows one vector per thread, as far as a block has enough threads.
-LaunchPlan plan_in_block(const DeviceProfile& device, const SoftmaxShape& of, int k, const Knobs& knobs) {
+LaunchPlan plan_in_block(const DeviceProfile& device, const SoftmaxShape& shape, int k, const Knobs& knobs) {
   const int preferred_block = static_cast<int>(most_in_block) / k;
-  const bool few = few_rows(device, of.rows), large = few || of.vec == 1;
-  LaunchPlan plan =
-      plan_row(device, of.rows, of.cols, {.vec = of.vec, .max_k = k, .max_block = large ? 1024 : preferred_block, .k = few ? 1 : 4}, knobs);
+  const bool few = few_rows(device, shape.rows), large = few || shape.vec == 1;
+  LaunchPlan plan = plan_row(device, shape.rows, shape.cols,
+                             {.vec = shape.vec, .max_k = k, .max_block = large ? 1024 : preferred_block, .k = few ? 1 : 4}, knobs);
   plan.smem = reduction_bytes(2);
   return plan;
 }
 
 // Any row: plan.k vectors per thread are in registers, and plan.slots in shared memory, as many as fit. The kernel reads the others twice
 // (path reread).
-LaunchPlan plan_any_length(const DeviceProfile& device, const SoftmaxShape& of, int k, int inputs, const Knobs& knobs) {
-  const int64_t vectors = std::max<int64_t>(1, of.cols / of.vec), blocks = blocks_of_row(device, of, k, knobs);
-  const bool few = few_rows(device, of.rows);
+LaunchPlan plan_any_length(const DeviceProfile& device, const SoftmaxShape& shape, int k, int inputs, const Knobs& knobs) {
+  const int64_t vectors = std::max<int64_t>(1, shape.cols / shape.vec), blocks = row_blocks(device, shape, k, knobs);
+  const bool few = few_rows(device, shape.rows);
   int64_t threads;  // of a block for the row
   if (blocks > 1) {
     // Four blocks of 256 threads on a multiprocessor overlap better than two of 512, except where shared memory would hold more than two
     // vectors per thread. Few rows have nothing to overlap with.
     const bool small = vectors <= blocks * (few ? 512 : 256 * (k + 2));
-    threads = settled_pow2(small ? 256 : 512, knobs.block, 256, 512);
+    threads = with_knob_pow2(small ? 256 : 512, knobs.block, 256, 512);
   } else {
     // As many vectors per thread as registers hold: fewer vectors in more threads are slower.
     const int64_t holding = std::clamp<int64_t>(next_pow2(ceil_div(vectors, k)), min_edge_threads, 1024);
-    threads = settled_pow2(std::clamp<int64_t>(few ? next_pow2(vectors) : holding, holding, 1024), knobs.threads, holding, 1024);
+    threads = with_knob_pow2(std::clamp<int64_t>(few ? next_pow2(vectors) : holding, holding, 1024), knobs.threads, holding, 1024);
   }
   // plan_row chooses block and grid, as for rows with one vector per thread.
-  const Knobs rows_of_block{.block = blocks > 1 ? 0 : knobs.block};
-  LaunchPlan plan = plan_row(device, of.rows * blocks, threads * of.vec, {.vec = of.vec, .max_k = 1, .k = 1}, rows_of_block);
+  const Knobs block_knobs{.block = blocks > 1 ? 0 : knobs.block};
+  LaunchPlan plan = plan_row(device, shape.rows * blocks, threads * shape.vec, {.vec = shape.vec, .max_k = 1, .k = 1}, block_knobs);
   plan.cluster = static_cast<int>(blocks);
   plan.threads_per_row = static_cast<int>(threads * blocks);
   plan.shared_offset = plan.smem = reduction_bytes(2, plan.cluster);
@@ -75,7 +75,7 @@ LaunchPlan plan_any_length(const DeviceProfile& device, const SoftmaxShape& of, 
   const int64_t slot = int64_t{plan.block} * inputs * 16, resident = std::max(1, 1024 / plan.block);
   const int64_t room = shared_room(device, resident) - plan.smem;
   const int64_t missing = std::max<int64_t>(0, ceil_div(vectors, plan.threads_per_row) - k);
-  const int64_t slots = of.vec == 1 ? 0 : std::min(missing, std::max<int64_t>(0, room / slot));
+  const int64_t slots = shape.vec == 1 ? 0 : std::min(missing, std::max<int64_t>(0, room / slot));
   plan.k = k;
   plan.slots = static_cast<int>(slots);
   plan.smem += static_cast<int>(slots * slot);
@@ -83,40 +83,40 @@ LaunchPlan plan_any_length(const DeviceProfile& device, const SoftmaxShape& of, 
   return plan;
 }
 
-Launch softmax(const DeviceProfile& device, SoftmaxShape of, const Direction& direction, const Knobs* given) {
-  if ((!of.whole && of.cols < least_with_edges * of.vec) || of.cols >= int64_t{1} << 30) of.vec = 1;
-  const bool edges = of.vec > 1 && !of.whole;
-  const int k = of.vec == 1 ? 4 : direction.k;
-  const Knobs knobs = chosen_knobs(given, device, {direction.tunable.id, of.vec, of.rows, of.cols});
+Launch softmax(const DeviceProfile& device, SoftmaxShape shape, const Direction& direction, const Knobs* passed_knobs) {
+  if ((!shape.whole && shape.cols < least_with_edges * shape.vec) || shape.cols >= int64_t{1} << 30) shape.vec = 1;
+  const bool edges = shape.vec > 1 && !shape.whole;
+  const int k = shape.vec == 1 ? 4 : direction.k;
+  const Knobs knobs = chosen_knobs(passed_knobs, device, {direction.tunable.id, shape.vec, shape.rows, shape.cols});
   const auto launch = [&](const Kernel& kernel, int registers, const LaunchPlan& plan) {
     check_threads(device, plan);
-    return Launch{&kernel, kernel.instance(of.vec, registers), of.rows, of.cols, plan, direction.tunable};
+    return Launch{&kernel, kernel.instance(shape.vec, registers), shape.rows, shape.cols, plan, direction.tunable};
   };
-  if (!edges && blocks_of_row(device, of, k, knobs) == 1) {
-    const LaunchPlan plan = plan_in_block(device, of, k, knobs);
-    if (plan.path == Path::regs) return launch(direction.registers, of.vec == 1 ? k : plan.k, plan);
+  if (!edges && row_blocks(device, shape, k, knobs) == 1) {
+    const LaunchPlan plan = plan_in_block(device, shape, k, knobs);
+    if (plan.path == Path::regs) return launch(direction.registers, shape.vec == 1 ? k : plan.k, plan);
   }
-  const LaunchPlan plan = plan_any_length(device, of, k, direction.inputs, knobs);
+  const LaunchPlan plan = plan_any_length(device, shape, k, direction.inputs, knobs);
   const bool held = !edges && plan.path == Path::regs && plan.slots == 0;
   return launch(held ? direction.registers : direction.any_length, k, plan);
 }
 
 }  // namespace
 
-Launch softmax_forward(const DeviceProfile& device, const SoftmaxShape& of, const Knobs* knobs) {
-  return softmax(device, of, {softmax_registers, softmax_long, softmax_forward_k, 1, "softmax"}, knobs);
+Launch softmax_forward(const DeviceProfile& device, const SoftmaxShape& shape, const Knobs* knobs) {
+  return softmax(device, shape, {softmax_registers, softmax_long, softmax_forward_k, 1, "softmax"}, knobs);
 }
-Launch softmax_backward(const DeviceProfile& device, const SoftmaxShape& of, const Knobs* knobs) {
-  return softmax(device, of, {softmax_backward_registers, softmax_backward_long, softmax_backward_k, 2, "softmax_backward"}, knobs);
+Launch softmax_backward(const DeviceProfile& device, const SoftmaxShape& shape, const Knobs* knobs) {
+  return softmax(device, shape, {softmax_backward_registers, softmax_backward_long, softmax_backward_k, 2, "softmax_backward"}, knobs);
 }
 
 // The ops that op_plans.h lists.
 namespace {
 
-template <auto Of> Launches over_rows(const DeviceProfile& device, const Call& call) {
+template <auto PlanLaunch> Launches over_rows(const DeviceProfile& device, const Call& call) {
   if (empty(call)) return {};
   const bool whole = row_vec(call) > 1;
-  return {Of(device, {call.rows, call.cols, call.aligned ? wide_vec(call) : 1, whole}, &call.knobs)};
+  return {PlanLaunch(device, {call.rows, call.cols, call.aligned ? wide_vec(call) : 1, whole}, &call.knobs)};
 }
 
 const Planned forward{"softmax", over_rows<softmax_forward>, {&softmax_registers, &softmax_long}};

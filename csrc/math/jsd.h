@@ -11,7 +11,7 @@
 namespace liger::math {
 
 enum class Divergence { mixture, forward_kl, reverse_kl };
-constexpr Divergence divergence_of(double beta) {
+constexpr Divergence divergence_kind(double beta) {
   return beta == 0 ? Divergence::forward_kl : beta == 1 ? Divergence::reverse_kl : Divergence::mixture;
 }
 
@@ -62,10 +62,10 @@ template <class M, class V> LIGER_FN V short_log_mixture(V m, V rest, V c, V t) 
   return t < 0.0625f ? near : far;
 }
 
-// of > 0 ? of * log(of / to) : 0, computed from log_of and log_to.
-template <class M, class V> LIGER_FN V kl_term(V log_of, V log_to) {
-  const V of = M::exp(log_of);
-  return of * (floored<M>(log_of) - (of > typename M::scalar(0) ? log_to : floored<M>(log_to)));
+// a > 0 ? a * log(a / b) : 0, computed from log_a and log_b.
+template <class M, class V> LIGER_FN V kl_term(V log_a, V log_b) {
+  const V a = M::exp(log_a);
+  return a * (floored<M>(log_a) - (a > typename M::scalar(0) ? log_b : floored<M>(log_b)));
 }
 
 // The term that a column adds to its row's divergence.
@@ -73,8 +73,8 @@ template <class M, Divergence divergence, class V> LIGER_FN V jsd_term(V x, V y,
   if constexpr (divergence == Divergence::forward_kl) return kl_term<M>(y, x);
   else if constexpr (divergence == Divergence::reverse_kl) return kl_term<M>(x, y);
   else {
-    const JsdMixture<M, V> of(floored<M>(x), floored<M>(y), weights);
-    return M::exp(of.top) * (-of.m * of.log_m - of.c * of.e * of.t);
+    const JsdMixture<M, V> mixture(floored<M>(x), floored<M>(y), weights);
+    return M::exp(mixture.top) * (-mixture.m * mixture.log_m - mixture.c * mixture.e * mixture.t);
   }
 }
 
@@ -85,9 +85,9 @@ template <class M, Divergence divergence, class V> LIGER_FN V jsd_slope(V x, V y
   else if constexpr (divergence == Divergence::reverse_kl) return kl_term<M>(x, y) + M::exp(x);
   else {
     const V least_x = floored<M>(x);
-    const JsdMixture<M, V> of(least_x, floored<M>(y), weights);
+    const JsdMixture<M, V> mixture(least_x, floored<M>(y), weights);
     // x - log M
-    const V excess = least_x - of.top - of.log_m;
+    const V excess = least_x - mixture.top - mixture.log_m;
     return weights.q * M::exp(x) * excess;
   }
 }

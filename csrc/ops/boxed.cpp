@@ -62,7 +62,7 @@ class PythonError final : public torch::PyTorchError {
 
 }  // namespace
 
-std::string torch_said() {
+std::string torch_error_text() {
   const auto words = torch_exception_get_what_without_backtrace;
   return words ? words() : "";
 }

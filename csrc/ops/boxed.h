@@ -25,7 +25,7 @@ template <auto op, auto check, class Order> struct CheckedNamed {
     check(named);
     return op(named);
   };
-  static constexpr auto run = &Named<Order, checked>::run;
+  static constexpr auto run = &NamedArguments<Order, checked>::run;
 };
 
 // The function to register for an op: boxed<softmax_op, check_softmax>. It runs the check (csrc/checks), then the op; errors keep their

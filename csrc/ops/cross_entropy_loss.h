@@ -15,10 +15,10 @@ inline void copy_values(const Head& head, int64_t values, int64_t rows, const vo
 }
 
 // Tensors of log-probabilities, each for all rows and each optional: the temperatures; `mix`, the gradient of the entropy
-// (CrossEntropyBackward::mix); and `kept`, memory in which the forward saves log-sum-exps for the backward. moments: true if the statistics
-// include moments, even if no result that needs them is requested.
+// (CrossEntropyBackward::mix); and `gradient_state`, memory in which the forward saves log-sum-exps for the backward. moments: true if the
+// statistics include moments, even if no result that needs them is requested.
 struct Tokens {
-  OptionalTensor temperature, mix, kept;
+  OptionalTensor temperature, mix, gradient_state;
   bool moments = false;
 };
 
@@ -52,28 +52,28 @@ class CrossEntropyLoss {
       if (gradient) row.gradient(head_.all_classes(), logits);
       return;
     }
-    CrossEntropyRows args = rows_of(rows, head_.all_classes(), logits, counts);
+    CrossEntropyRows args = row_args(rows, head_.all_classes(), logits, counts);
     if (results) results->point(args, rows.first);
     if (gradient) cross_entropy_in_place({args, gradient_scale, head_.rows}, head_.scope);
     else cross_entropy_forward(args, head_.scope);
   }
 
   // The same for rows that lie in several matrices, one for each chunk of the first `classes` classes, in their order. Returns false, and
-  // does nothing, if no kernel takes them. If the vocabulary has other classes: `others` are their statistics, and `kept` the memory for
-  // the numbers from which the backward recomputes their gradient (VocabularyChunks).
+  // does nothing, if no kernel takes them. If the vocabulary has other classes: `others` are their statistics, and `gradient_state` the
+  // memory for the numbers from which the backward recomputes their gradient (VocabularyChunks).
   bool in_chunks(Range rows, const std::vector<LogitsChunk>& chunks, int64_t classes, const void* others, const Tensor& counts,
-                 const LossRows* results, const OptionalTensor& kept) const {
-    CrossEntropyRows args = rows_of(rows, {0, classes}, {}, counts);
+                 const LossRows* results, const OptionalTensor& gradient_state) const {
+    CrossEntropyRows args = row_args(rows, {0, classes}, {}, counts);
     args.logits.dtype = chunks.front().logits.dtype;
     if (results) results->point(args, rows.first);
     CrossEntropyInChunks op{args, head_.vocab, others, gradient_scale, head_.rows, chunks.data(), int(chunks.size())};
     if (!cross_entropy_takes_chunks(op, head_.scope)) return false;
-    const bool of_all = kept || !tokens_.kept || rows.count == head_.rows;
-    const OptionalTensor& lse = kept ? kept : tokens_.kept;
-    const OptionalTensor of_rows = of_all ? lse : OptionalTensor(allocate(head_.scope, {2, rows.count}, head_.acc, target));
-    op.row.lse = of_rows ? of_rows->data_ptr() : nullptr;
+    const bool all_rows_saved = gradient_state || !tokens_.gradient_state || rows.count == head_.rows;
+    const OptionalTensor& lse = gradient_state ? gradient_state : tokens_.gradient_state;
+    const OptionalTensor rows_lse = all_rows_saved ? lse : OptionalTensor(allocate(head_.scope, {2, rows.count}, head_.acc, target));
+    op.row.lse = rows_lse ? rows_lse->data_ptr() : nullptr;
     cross_entropy_in_chunks(op, head_.scope);
-    if (!of_all) keep(*of_rows, rows);
+    if (!all_rows_saved) keep(*rows_lse, rows);
     return true;
   }
 
@@ -81,38 +81,40 @@ class CrossEntropyLoss {
   // gradient() for each chunk.
   class VocabularyChunks {
    public:
-    // chunks: the largest number of chunks. kept: the numbers per row that merge() stores and gradient() reads; a caller of gradient()
-    // alone passes them. statistics, best_class: likewise the input of merge() (kernels/cross_entropy.h). Tensors that are not passed are
-    // allocated here.
+    // chunks: the largest number of chunks. gradient_state: the numbers per row that merge() stores and gradient() reads; a caller of
+    // gradient() alone passes them. statistics, best_class: likewise the input of merge() (kernels/cross_entropy.h). Tensors that are not
+    // passed are allocated here.
     VocabularyChunks(const CrossEntropyLoss& loss, Range rows, int64_t chunks, const Tensor& counts, const LossRows* results,
-                     const OptionalTensor& kept = {}, const OptionalTensor& statistics = {}, const OptionalTensor& best_class = {})
-        : loss_(loss), rows_(rows), counts_(counts), results_(loss.rows_of(rows, {0, loss.shard_.all}, {}, counts)) {
+                     const OptionalTensor& gradient_state = {}, const OptionalTensor& statistics = {},
+                     const OptionalTensor& best_class = {})
+        : loss_(loss), rows_(rows), counts_(counts), results_(loss.row_args(rows, {0, loss.shard_.all}, {}, counts)) {
       if (results) results->point(results_, rows.first);
       const bool predictions = results_.accuracy || results_.predicted;
       const Head& head = loss.head_;
       statistics_ = statistics ? *statistics : allocate(head.scope, {chunks, slots(), rows.count}, head.acc, loss.target);
       best_class_ = best_class ? *best_class : allocate(head.scope, {predictions ? chunks : 0, rows.count}, ScalarType::Long, loss.target);
-      kept_ =
-          kept ? *kept : allocate(head.scope, {launch::kept_for_gradients(rows.count, loss.options.token_scaling)}, head.acc, loss.target);
-      of_chunk_ = !kept && results;
-      results_.lse = kept_.data_ptr();
+      gradient_state_ = gradient_state ? *gradient_state
+                                       : allocate(head.scope, {launch::gradient_state_size(rows.count, loss.options.token_scaling)},
+                                                  head.acc, loss.target);
+      owns_state_ = !gradient_state && results;
+      results_.lse = gradient_state_.data_ptr();
     }
 
     void statistics(int64_t chunk, Range classes, const MutableRows& logits) const {
       cross_entropy_statistics(
-          {loss_.rows_of(rows_, in_vocabulary(classes), logits, counts_), classes_of(classes), const_cast<void*>(statistics_of(chunk)),
-           best_classes() ? best_classes() + chunk * rows_.count : nullptr, moments()},
+          {loss_.row_args(rows_, in_vocabulary(classes), logits, counts_), vocabulary_range(classes),
+           const_cast<void*>(chunk_statistics(chunk)), best_classes() ? best_classes() + chunk * rows_.count : nullptr, moments()},
           loss_.head_.scope);
     }
-    const void* statistics_of(int64_t chunk) const { return at(statistics_.data_ptr(), chunk * slots() * rows_.count, loss_.head_.acc); }
+    const void* chunk_statistics(int64_t chunk) const { return at(statistics_.data_ptr(), chunk * slots() * rows_.count, loss_.head_.acc); }
     void merge(int64_t chunks) const {
       const Head& head = loss_.head_;
       cross_entropy_merge({results_, chunks, statistics_.data_ptr(), best_classes(), head.acc, token()}, head.scope);
-      if (of_chunk_ && loss_.tokens_.kept) loss_.keep(kept_, rows_);
+      if (owns_state_ && loss_.tokens_.gradient_state) loss_.keep(gradient_state_, rows_);
     }
     void gradient(Range classes, const MutableRows& logits) const {
-      CrossEntropyBackward args = backward_of(loss_.rows_of(rows_, in_vocabulary(classes), logits, counts_), kept_, logits);
-      args.classes = classes_of(classes);
+      CrossEntropyBackward args = backward_args(loss_.row_args(rows_, in_vocabulary(classes), logits, counts_), gradient_state_, logits);
+      args.classes = vocabulary_range(classes);
       args.token = token();
       args.gradient_scale = loss_.gradient_scale;
       if (const OptionalTensor& mix = loss_.tokens_.mix) args.mix = at(mix->data_ptr(), 4 * rows_.first, loss_.head_.acc);
@@ -121,24 +123,24 @@ class CrossEntropyLoss {
 
    private:
     Range in_vocabulary(Range classes) const { return {loss_.shard_.first + classes.first, classes.count}; }
-    Classes classes_of(Range classes) const { return {in_vocabulary(classes).first, loss_.shard_.all}; }
+    Classes vocabulary_range(Range classes) const { return {in_vocabulary(classes).first, loss_.shard_.all}; }
     bool moments() const { return loss_.tokens_.moments || results_.moments(); }
-    int64_t slots() const { return CrossEntropyStatistics::slots_of(moments()); }
+    int64_t slots() const { return CrossEntropyStatistics::slot_count(moments()); }
     int64_t* best_classes() const { return best_class_.numel() ? static_cast<int64_t*>(best_class_.data_ptr()) : nullptr; }
-    void* token() const { return loss_.options.token_scaling ? at(kept_.data_ptr(), 2 * rows_.count, loss_.head_.acc) : nullptr; }
+    void* token() const { return loss_.options.token_scaling ? at(gradient_state_.data_ptr(), 2 * rows_.count, loss_.head_.acc) : nullptr; }
 
     const CrossEntropyLoss& loss_;
     Range rows_;
     const Tensor& counts_;
     CrossEntropyRows results_;
-    Tensor statistics_, best_class_, kept_;
-    bool of_chunk_;  // kept_ was allocated here by a forward, for these rows alone
+    Tensor statistics_, best_class_, gradient_state_;
+    bool owns_state_;  // gradient_state_ was allocated here by a forward, for these rows alone
   };
 
   // Replaces the stored gradient of all rows' logits of some classes by the gradient with Tokens::mix. There must be no softcap.
   void mix_stored(Range classes, const MutableRows& gradient, const Tensor& counts) const {
     const Range in_vocabulary{shard_.first + classes.first, classes.count};
-    CrossEntropyBackward args = backward_of(rows_of(head_.all_rows(), in_vocabulary, gradient, counts), *tokens_.mix, gradient);
+    CrossEntropyBackward args = backward_args(row_args(head_.all_rows(), in_vocabulary, gradient, counts), *tokens_.mix, gradient);
     args.lse = nullptr;
     args.classes = {in_vocabulary.first, shard_.all};
     args.gradient_scale = gradient_scale;
@@ -158,19 +160,20 @@ class CrossEntropyLoss {
   bool by_statistics(const LossRows* results) const {
     return tokens_.temperature || options.logit_scale != 1 || (results && results->moments.any());
   }
-  // Copies the log-sum-exps of a chunk's rows into Tokens::kept.
-  void keep(const Tensor& of_rows, Range rows) const {
-    copy_values(head_, 2, rows.count, of_rows.data_ptr(), rows.count, at(tokens_.kept->data_ptr(), rows.first, head_.acc), head_.rows);
+  // Copies the log-sum-exps of a chunk's rows into Tokens::gradient_state.
+  void keep(const Tensor& rows_lse, Range rows) const {
+    copy_values(head_, 2, rows.count, rows_lse.data_ptr(), rows.count, at(tokens_.gradient_state->data_ptr(), rows.first, head_.acc),
+                head_.rows);
   }
   // classes: numbered in the whole vocabulary.
-  CrossEntropyRows rows_of(Range rows, Range classes, const MutableRows& logits, const Tensor& counts) const {
+  CrossEntropyRows row_args(Range rows, Range classes, const MutableRows& logits, const Tensor& counts) const {
     CrossEntropyRows args{};
     args.rows = rows.count;
     args.vocab = classes.count;
     args.first_row = rows.first;
     args.logits = readable(logits);
     args.target = static_cast<const int64_t*>(target.data_ptr()) + rows.first;
-    args.class_weight = vector_of(class_weight);
+    args.class_weight = as_vector(class_weight);
     args.class_weight.data = at(args.class_weight.data, classes.first, head_.acc);
     args.counts = counts.data_ptr();
     if (tokens_.temperature) args.temperature = at(tokens_.temperature->data_ptr(), rows.first, head_.acc);
@@ -184,30 +187,31 @@ class CrossEntropyLoss {
   const Classes shard_;
 };
 
-// The loss in a backward, after a forward that merged the statistics: overwrites logits by their gradient. kept: the numbers of all rows
-// (VocabularyChunks).
+// The loss in a backward, after a forward that merged the statistics: overwrites logits by their gradient. gradient_state: the numbers of
+// all rows (VocabularyChunks).
 class MergedLoss : public CrossEntropyLoss {
  public:
-  MergedLoss(const CrossEntropyLoss& loss, const Head& head, const Tensor& kept, int64_t chunk_rows)
+  MergedLoss(const CrossEntropyLoss& loss, const Head& head, const Tensor& gradient_state, int64_t chunk_rows)
       : CrossEntropyLoss(loss),
         head_(head),
-        values_(launch::kept_for_gradients(int64_t{1}, options.token_scaling)),
-        kept_(kept),
-        of_chunk_(allocate(head.scope, {values_, chunk_rows}, head.acc, target)) {}
+        values_(launch::gradient_state_size(int64_t{1}, options.token_scaling)),
+        gradient_state_(gradient_state),
+        chunk_state_(allocate(head.scope, {values_, chunk_rows}, head.acc, target)) {}
 
   void whole(Range rows, const MutableRows& logits, const Tensor& counts, const LossRows*, bool) const {
     gradient(rows, head_.all_classes(), logits, counts);
   }
   // The same for logits of some classes.
   void gradient(Range rows, Range classes, const MutableRows& logits, const Tensor& counts) const {
-    copy_values(head_, values_, rows.count, at(kept_.data_ptr(), rows.first, head_.acc), head_.rows, of_chunk_.data_ptr(), rows.count);
-    VocabularyChunks(*this, rows, 0, counts, nullptr, of_chunk_).gradient(classes, logits);
+    copy_values(head_, values_, rows.count, at(gradient_state_.data_ptr(), rows.first, head_.acc), head_.rows, chunk_state_.data_ptr(),
+                rows.count);
+    VocabularyChunks(*this, rows, 0, counts, nullptr, chunk_state_).gradient(classes, logits);
   }
 
  private:
   const Head& head_;
   const int64_t values_;
-  const Tensor kept_, of_chunk_;
+  const Tensor gradient_state_, chunk_state_;
 };
 
 }  // namespace liger::LIGER_BACKEND

@@ -2,7 +2,7 @@
 
 namespace liger::LIGER_BACKEND {
 
-Schedule schedule_of(const Head& head, bool dx, bool dweight, bool dbias, int64_t gradients, int64_t chunk_rows, int64_t chunk_classes) {
+Schedule build_schedule(const Head& head, bool dx, bool dweight, bool dbias, int64_t gradients, int64_t chunk_rows, int64_t chunk_classes) {
   return {dx,
           dweight,
           dbias && head.has_bias(),
@@ -39,7 +39,7 @@ MutableRows Overlaid::where(const launch::OverlaidChunk& chunk, const Tensor& dw
 
 void Overlaid::input_gradient(const Tensor& dx) const {
   const int64_t in_dx =
-      launch::overlaid_sum_rows(head_.rows, head_.hidden, int64_t(size_of(head_.compute)), int64_t(size_of(head_.acc)), 0);
+      launch::overlaid_sum_rows(head_.rows, head_.hidden, int64_t(dtype_bytes(head_.compute)), int64_t(dtype_bytes(head_.acc)), 0);
   InputGradientSum sum(head_, dx, in_dx, allocate(head_.scope, {head_.rows - in_dx, head_.hidden}, head_.acc, dx), nullptr);
   for_each_stored([&](Range classes, const MutableRows& gradient) { sum.add(classes, readable(gradient)); });
   sum.finish({});
@@ -47,8 +47,8 @@ void Overlaid::input_gradient(const Tensor& dx) const {
 
 GradientSums::GradientSums(const Head& head, const Schedule& schedule, const Tensor& dweight)
     : dweight(dweight), head_(head), schedule_(schedule) {
-  const auto sum = [&](bool of, std::vector<int64_t> sizes, Dtype dtype) {
-    return allocate(head.scope, of ? sizes : std::vector<int64_t>{0}, dtype, head.x());
+  const auto sum = [&](bool requested, std::vector<int64_t> sizes, Dtype dtype) {
+    return allocate(head.scope, requested ? sizes : std::vector<int64_t>{0}, dtype, head.x());
   };
   dx = sum(schedule.dx, {head.rows, head.hidden}, schedule.dx_is_term ? head.acc : head.compute);
   rest = sum(schedule.dweight, {head.sum_sizes().rest}, head.sum);
@@ -82,13 +82,13 @@ Backward::Backward(const Head& head, const Schedule& schedule, const Tensor& x, 
   const auto output = [&](bool wanted, const std::vector<int64_t>& sizes, ScalarType type) {
     return allocate(head.scope, wanted ? sizes : std::vector<int64_t>{0}, type, x);
   };
-  dx = output(schedule.dx, {head.rows, head.hidden}, schedule.dx_is_term ? scalar_type(head.acc) : type_of(x));
-  dbias = output(schedule.dbias, {head.vocab}, bias ? type_of(*bias) : scalar_type(head.acc));
+  dx = output(schedule.dx, {head.rows, head.hidden}, schedule.dx_is_term ? scalar_type(head.acc) : tensor_type(x));
+  dbias = output(schedule.dbias, {head.vocab}, bias ? tensor_type(*bias) : scalar_type(head.acc));
 
-  if (per_row_) row_grad_ = {dloss_.data_ptr(), 1, dtype_of(dloss_)};
+  if (per_row_) row_grad_ = {dloss_.data_ptr(), 1, tensor_dtype(dloss_)};
   // alpha = [grad_output *] scale * factor: one number in device memory, the scale of every result. Per row, two more.
   scales_ = allocate(head.scope, {per_row_ ? 3 : 1}, head.acc, x);
-  const Vector grad = per_row_ ? Vector{} : Vector{dloss_.data_ptr(), dtype_of(dloss_)};
+  const Vector grad = per_row_ ? Vector{} : Vector{dloss_.data_ptr(), tensor_dtype(dloss_)};
   scalar_product({grad, scale, factor, head.acc, scales_.data_ptr(), row_grad_, head.rows}, head.scope);
 }
 
@@ -104,10 +104,11 @@ void Backward::from_saved_gradient(const Tensor& saved, const Tensor& dx_sum) {
     scale(dx_sum, dx, alpha(), row_grad_);
   } else if (schedule_.dx) {
     // Rows that are scaled afterwards stay in the matmuls' dtype until then: in a narrower dtype of dx they would be rounded twice.
-    const bool apart = per_row_ && !schedule_.dx_is_term && dtype_of(dx) != head_.compute;
-    const Tensor made = apart ? allocate(head_.scope, {head_.rows, head_.hidden}, head_.compute, scales_) : dx;
-    into(made, [&](const MutableRows& out) { head_.input_gradient(head_.all_rows(), head_.all_classes(), gradient, out, alpha(), false); });
-    if (per_row_) scale(made, dx, nullptr, row_grad_);
+    const bool apart = per_row_ && !schedule_.dx_is_term && tensor_dtype(dx) != head_.compute;
+    const Tensor unscaled = apart ? allocate(head_.scope, {head_.rows, head_.hidden}, head_.compute, scales_) : dx;
+    into(unscaled,
+         [&](const MutableRows& out) { head_.input_gradient(head_.all_rows(), head_.all_classes(), gradient, out, alpha(), false); });
+    if (per_row_) scale(unscaled, dx, nullptr, row_grad_);
   }
   if (schedule_.dweight) {
     const Tensor scaled = scaled_x_buffer(head_.rows);
@@ -127,15 +128,15 @@ void Backward::from_overlaid(const Tensor& memory, const Tensor& rest, const Ten
   dweight = in_place_ ? memory : new_dweight();
   const Overlaid overlaid(head_, schedule_, memory, rest);
   const Range all = head_.all_rows();
-  const auto elements = [&](int64_t bytes) { return bytes / int64_t(size_of(head_.compute)); };
+  const auto elements = [&](int64_t bytes) { return bytes / int64_t(dtype_bytes(head_.compute)); };
 
   // The sum of dx lies in the spare; if the spare is too small, its first rows lie in the memory that becomes dx. If some gradients are
   // recomputed, they need the spare before dx is complete: then the rows that dx's memory does not hold lie in `apart`.
-  const int64_t spare_bytes = overlaid.layout.spare * int64_t(size_of(head_.compute));
-  const int64_t in_dx = launch::overlaid_sum_rows(head_.rows, head_.hidden, int64_t(size_of(dtype_of(dx))), int64_t(size_of(head_.acc)),
-                                                  overlaid.all_stored() ? spare_bytes : 0);
+  const int64_t spare_bytes = overlaid.layout.spare * int64_t(dtype_bytes(head_.compute));
+  const int64_t in_dx = launch::overlaid_sum_rows(head_.rows, head_.hidden, int64_t(dtype_bytes(tensor_dtype(dx))),
+                                                  int64_t(dtype_bytes(head_.acc)), overlaid.all_stored() ? spare_bytes : 0);
   const bool sums_dx = schedule_.dx && dx_sum.numel() == 0;
-  const int64_t dx_rest = sums_dx ? (head_.rows - in_dx) * head_.hidden * int64_t(size_of(head_.acc)) : 0;
+  const int64_t dx_rest = sums_dx ? (head_.rows - in_dx) * head_.hidden * int64_t(dtype_bytes(head_.acc)) : 0;
   const int64_t spare_elements = elements(spare_bytes);
   const Tensor apart = allocate(head_.scope, {overlaid.all_stored() ? 0 : elements(dx_rest)}, head_.compute, scales_);
   const Tensor spare =

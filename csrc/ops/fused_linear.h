@@ -54,7 +54,7 @@ struct Schedule {
 };
 
 // chunk_rows, chunk_classes: the limits of a chunk. The rows are cut into as few equal chunks as possible.
-Schedule schedule_of(const Head& head, bool dx, bool dweight, bool dbias, int64_t gradients, int64_t chunk_rows, int64_t chunk_classes);
+Schedule build_schedule(const Head& head, bool dx, bool dweight, bool dbias, int64_t gradients, int64_t chunk_rows, int64_t chunk_classes);
 
 // The memory of a chunk's logits and of their gradient in the matmuls' dtype: the same memory or, with wide logits, other memory.
 class ChunkBuffer {
@@ -179,24 +179,24 @@ class Overlaid {
 
   bool all_stored() const { return stored_ == head_.vocab; }
 
-  // Stores the losses of all rows in `results`, and computes the stored gradient of the logits. kept: memory for the numbers from which the
-  // backward recomputes the other gradients (Loss::VocabularyChunks).
+  // Stores the losses of all rows in `results`, and computes the stored gradient of the logits. gradient_state: memory for the numbers from
+  // which the backward recomputes the other gradients (Loss::VocabularyChunks).
   template <class Loss>
-  void make(const Loss& loss, const Tensor& counts, const typename Loss::Results* results, const OptionalTensor& kept) const {
+  void make(const Loss& loss, const Tensor& counts, const typename Loss::Results* results, const OptionalTensor& gradient_state) const {
     if (head_.wide_logits()) return make_rounded(loss, counts, results);
     const Range all = head_.all_rows();
     // The logits of the other classes lie in the memory that the stored classes use afterwards.
-    const int64_t at_a_time = launch::overlaid_at_a_time(head_.rows, head_.overlaid_room(), head_.vocab);
+    const int64_t at_a_time = launch::overlaid_statistics_classes(head_.rows, head_.overlaid_room(), head_.vocab);
     const int64_t others = all_stored() ? 0 : (head_.vocab - stored_ + at_a_time - 1) / at_a_time;
     const auto is_stored = [](const launch::OverlaidChunk& chunk) { return !chunk.again; };
     const int64_t stored = std::count_if(layout.chunks.begin(), layout.chunks.end(), is_stored);
-    const typename Loss::VocabularyChunks of(loss, all, others + stored, counts, results, kept);
+    const typename Loss::VocabularyChunks vocabulary(loss, all, others + stored, counts, results, gradient_state);
     int64_t nth = others;
-    for_each_range(head_.scope, all_stored() ? 0 : head_.vocab - stored_, at_a_time, [&](Range of_others) {
-      const Range classes{stored_ + of_others.first, of_others.count};
+    for_each_range(head_.scope, all_stored() ? 0 : head_.vocab - stored_, at_a_time, [&](Range other_classes) {
+      const Range classes{stored_ + other_classes.first, other_classes.count};
       const MutableRows logits{memory_.data_ptr(), launch::padded_vocab(classes.count), head_.compute};
       head_.logits(all, classes, logits);
-      of.statistics(of_others.first / at_a_time, classes, logits);
+      vocabulary.statistics(other_classes.first / at_a_time, classes, logits);
     });
     std::vector<LogitsChunk> by_class;
     for_each_stored([&](Range classes, const MutableRows& logits) {
@@ -204,12 +204,13 @@ class Overlaid {
       by_class.push_back({classes.first, logits});
     });
     std::sort(by_class.begin(), by_class.end(), [](const LogitsChunk& a, const LogitsChunk& b) { return a.first < b.first; });
-    const void* const of_others = others > 0 ? of.statistics_of(0) : nullptr;
-    if (stored > 0 && others <= 1 && loss.in_chunks(all, by_class, std::min(stored_, head_.vocab), of_others, counts, results, kept))
+    const void* const other_statistics = others > 0 ? vocabulary.chunk_statistics(0) : nullptr;
+    if (stored > 0 && others <= 1 &&
+        loss.in_chunks(all, by_class, std::min(stored_, head_.vocab), other_statistics, counts, results, gradient_state))
       return;
-    for_each_stored([&](Range classes, const MutableRows& logits) { of.statistics(nth++, classes, logits); });
-    of.merge(nth);
-    for_each_stored([&](Range classes, const MutableRows& logits) { of.gradient(classes, logits); });
+    for_each_stored([&](Range classes, const MutableRows& logits) { vocabulary.statistics(nth++, classes, logits); });
+    vocabulary.merge(nth);
+    for_each_stored([&](Range classes, const MutableRows& logits) { vocabulary.gradient(classes, logits); });
   }
 
   // dx = the stored gradients @ weight.

@@ -7,13 +7,13 @@ namespace liger::LIGER_BACKEND {
 namespace {
 
 // The numbers from which the backward recomputes gradients of logits: the forward stores them behind the counts, in the same tensor.
-OptionalTensor kept_of(const Tensor& counts) {
-  const int64_t kept = counts.numel() - CrossEntropyCounts::slots;
-  return kept > 0 ? OptionalTensor(part_of(counts, 0, CrossEntropyCounts::slots, kept)) : OptionalTensor();
+OptionalTensor stored_gradient_state(const Tensor& counts) {
+  const int64_t state_size = counts.numel() - CrossEntropyCounts::slots;
+  return state_size > 0 ? OptionalTensor(narrow_view(counts, 0, CrossEntropyCounts::slots, state_size)) : OptionalTensor();
 }
 
 Schedule loss_schedule(const Head& head, const FusedLoss& a) {
-  return schedule_of(head, a.need_dx, a.need_dweight, a.need_dbias, a.gradients, a.chunk_rows, a.chunk_classes);
+  return build_schedule(head, a.need_dx, a.need_dweight, a.need_dbias, a.gradients, a.chunk_rows, a.chunk_classes);
 }
 
 }  // namespace
@@ -25,12 +25,12 @@ FusedLossResults fused_loss(const FusedLoss& a) {
   const Schedule schedule = loss_schedule(head, a);
 
   const bool overlaid = schedule.gradients == Gradients::overlaid;
-  const int64_t kept = keeps_lse(a, schedule.classes, head.vocab) ? launch::kept_for_gradients(head.rows, a.use_token_scaling) : 0;
+  const int64_t state_size = keeps_lse(a, schedule.classes, head.vocab) ? launch::gradient_state_size(head.rows, a.use_token_scaling) : 0;
   const Tensor target = contiguous(scope, a.target);
   const OptionalTensor class_weight = contiguous(scope, a.ce_weight);
-  const Counts counts = counts_of(scope, target, class_weight, a.normalizer, head.vocab, options, head.acc, kept);
-  const CrossEntropyLoss loss(head, options, target, class_weight, {}, {a.temperature, {}, kept_of(counts.values)});
-  cross_entropy_counts(counts.how, scope);
+  const Counts counts = allocate_counts(scope, target, class_weight, a.normalizer, head.vocab, options, head.acc, state_size);
+  const CrossEntropyLoss loss(head, options, target, class_weight, {}, {a.temperature, {}, stored_gradient_state(counts.values)});
+  cross_entropy_counts(counts.arguments, scope);
   LossRows losses(scope, a.x, head.rows, head.acc, options, a.return_z_loss, a.return_token_accuracy, a.return_predicted_tokens,
                   {a.return_entropy, a.return_mean_logits, a.return_log_sum_sq});
   const bool deferred = schedule.gradients == Gradients::deferred, accumulated = schedule.gradients == Gradients::accumulated;
@@ -43,17 +43,17 @@ FusedLossResults fused_loss(const FusedLoss& a) {
                            : allocate(scope, {summed.dweight ? sizes.memory : 0}, head.sum, a.x);
   // The sum uses whole multiples of 64 rows; the end of the memory is unused.
   const int64_t whole = sizes.rows * head.hidden;
-  if (summed.dweight && whole < sizes.memory) zero({part_of(memory, 0, whole, sizes.memory - whole)});
+  if (summed.dweight && whole < sizes.memory) zero({narrow_view(memory, 0, whole, sizes.memory - whole)});
   GradientSums sums(head, summed, memory);
   Tensor& saved = sums.rest;
   if (deferred) {
     saved = allocate(scope, {head.rows, schedule.stride()}, head.compute, a.x);
-    zero({part_of(saved, 1, head.vocab, schedule.stride() - head.vocab)});
+    zero({narrow_view(saved, 1, head.vocab, schedule.stride() - head.vocab)});
   }
   if (overlaid) {
     saved = allocate(scope, {launch::overlaid_rest(head.rows, head.overlaid_room(), head.vocab, schedule.classes)}, head.compute, a.x);
     const Overlaid gradient(head, schedule, sums.dweight, saved);
-    gradient.make(loss, counts.values, &losses, kept_of(counts.values));
+    gradient.make(loss, counts.values, &losses, stored_gradient_state(counts.values));
     if (summed.dx) gradient.input_gradient(sums.dx);
   } else if (head.rows > 0) {
     const bool wanted = deferred || accumulated;
@@ -111,18 +111,19 @@ FusedLossGradients fused_loss_gradients(const FusedLoss& a, bool in_place) {
       backward.from_sums(a.dx, a.dweight, a.saved, a.dbias);
       break;
     case Gradients::recomputed:
-      if (const OptionalTensor kept = kept_of(a.counts)) backward.by_recomputing(MergedLoss(loss, head, *kept, schedule.rows), a.counts);
+      if (const OptionalTensor gradient_state = stored_gradient_state(a.counts))
+        backward.by_recomputing(MergedLoss(loss, head, *gradient_state, schedule.rows), a.counts);
       else backward.by_recomputing(loss, a.counts);
       break;
     case Gradients::overlaid: {
-      const CrossEntropyLoss::VocabularyChunks chunks(loss, head.all_rows(), 0, a.counts, nullptr, kept_of(a.counts));
+      const CrossEntropyLoss::VocabularyChunks chunks(loss, head.all_rows(), 0, a.counts, nullptr, stored_gradient_state(a.counts));
       if (a.mix)
         Overlaid(head, schedule, a.dweight, a.saved).for_each_stored([&](Range classes, const MutableRows& gradient) {
           loss.mix_stored(classes, gradient, a.counts);
         });
       backward.from_overlaid(a.dweight, a.saved, dx_sum, [&](Range classes, const MutableRows& out) {
         if (head.wide_logits()) {
-          const MergedLoss merged(loss, head, *kept_of(a.counts), schedule.rows);
+          const MergedLoss merged(loss, head, *stored_gradient_state(a.counts), schedule.rows);
           return for_each_wide_chunk(head, schedule.rows, classes, [&](Range rows, const MutableRows& logits) {
             merged.gradient(rows, classes, logits, a.counts);
             round_classes(head, rows, logits, {0, classes.count}, out);

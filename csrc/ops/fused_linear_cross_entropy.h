@@ -9,7 +9,7 @@ namespace liger::LIGER_BACKEND {
 
 inline CrossEntropyOptions loss_options(const FusedLoss& a) {
   CrossEntropyOptions options =
-      options_of(a.ignore_index, a.reduction, a.label_smoothing, a.lse_square_scale, a.softcap, a.use_token_scaling);
+      cross_entropy_options(a.ignore_index, a.reduction, a.label_smoothing, a.lse_square_scale, a.softcap, a.use_token_scaling);
   options.logit_scale = a.logit_scale;
   return options;
 }

@@ -12,7 +12,7 @@ struct Halves {
   RowsView gate, up;
 };
 
-Halves two_tensors(const Scope& scope, const Tensor& gate, const Tensor& up) { return {as_rows(scope, gate), as_rows(scope, up)}; }
+Halves separate_tensors(const Scope& scope, const Tensor& gate, const Tensor& up) { return {as_rows(scope, gate), as_rows(scope, up)}; }
 
 Halves packed(const Scope& scope, const Tensor& gate_up) {
   RowsView gate = as_rows(scope, gate_up);
@@ -22,11 +22,11 @@ Halves packed(const Scope& scope, const Tensor& gate_up) {
   return {gate, up};
 }
 
-Tensor forward(const Scope& scope, const Tensor& shape_of, const Halves& in, int64_t activation, double gate_multiplier,
+Tensor forward(const Scope& scope, const Tensor& like, const Halves& in, int64_t activation, double gate_multiplier,
                double down_multiplier) {
-  auto sizes = sizes_of(shape_of);
+  auto sizes = tensor_sizes(like);
   sizes.back() = in.gate.cols;
-  Tensor h = allocate(scope, sizes, in.gate.view.dtype, shape_of);
+  Tensor h = allocate(scope, sizes, in.gate.view.dtype, like);
   if (h.numel() > 0)
     glu_forward({in.gate.rows, in.gate.cols, in.gate, in.up, mutable_rows(h), Activation(activation), gate_multiplier, down_multiplier},
                 scope);
@@ -44,13 +44,13 @@ void backward(const Scope& scope, const Tensor& dh, const Halves& in, MutableRow
 
 Tensor glu_op(Tensor gate, Tensor up, int64_t activation, double gate_multiplier, double down_multiplier) {
   const Scope scope("glu", gate);
-  return forward(scope, gate, two_tensors(scope, gate, up), activation, gate_multiplier, down_multiplier);
+  return forward(scope, gate, separate_tensors(scope, gate, up), activation, gate_multiplier, down_multiplier);
 }
 
 std::tuple<Tensor, Tensor> glu_backward_op(Tensor dh, Tensor gate, Tensor up, int64_t activation, double gate_multiplier,
                                            double down_multiplier) {
   const Scope scope("glu_backward", gate);
-  const Halves in = two_tensors(scope, gate, up);
+  const Halves in = separate_tensors(scope, gate, up);
   Tensor dgate = allocate_like(scope, gate), dup = allocate_like(scope, up);
   backward(scope, dh, in, mutable_rows(dgate), mutable_rows(dup), activation, gate_multiplier, down_multiplier);
   return {dgate, dup};
@@ -61,7 +61,7 @@ std::tuple<Tensor, Tensor> glu_backward_with_h_op(Tensor dh, Tensor gate, Tensor
   const Scope scope("glu_backward_with_h_", gate);
   require_apart(scope, dh, "dh", gate, "gate");
   require_apart(scope, dh, "dh", up, "up");
-  const Halves in = two_tensors(scope, gate, up);
+  const Halves in = separate_tensors(scope, gate, up);
   Tensor dgate = allocate_like(scope, gate), dup = allocate_like(scope, up);
   backward(scope, dh, in, mutable_rows(dgate), mutable_rows(dup), activation, gate_multiplier, down_multiplier, mutable_rows(dh));
   return {dgate, dup};

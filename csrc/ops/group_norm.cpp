@@ -7,33 +7,33 @@
 namespace liger::LIGER_BACKEND {
 namespace {
 
-GroupNormShape shape_of(const Tensor& x, int64_t num_groups) {
+GroupNormShape group_norm_shape(const Tensor& x, int64_t num_groups) {
   GroupNormShape shape{x.size(0), num_groups, x.size(1) / num_groups, 1};
   for (int64_t i = 2; i < x.dim(); ++i) shape.channel *= x.size(i);
   return shape;
 }
 
-Rows groups_of(const Tensor& t, const GroupNormShape& shape) { return {t.data_ptr(), shape.cols(), dtype_of(t)}; }
-MutableRows mutable_groups(const Tensor& t, const GroupNormShape& shape) { return {t.data_ptr(), shape.cols(), dtype_of(t)}; }
+Rows group_rows(const Tensor& t, const GroupNormShape& shape) { return {t.data_ptr(), shape.cols(), tensor_dtype(t)}; }
+MutableRows mutable_groups(const Tensor& t, const GroupNormShape& shape) { return {t.data_ptr(), shape.cols(), tensor_dtype(t)}; }
 
 std::tuple<Tensor, Tensor, Tensor> group_norm_op(Tensor x, OptionalTensor weight, OptionalTensor bias, int64_t num_groups, double eps) {
   const Scope scope("group_norm", x);
-  const GroupNormShape shape = shape_of(x, num_groups);
+  const GroupNormShape shape = group_norm_shape(x, num_groups);
   x = contiguous(scope, x);
   weight = contiguous(scope, weight);
   bias = contiguous(scope, bias);
 
   Tensor y = allocate_like(scope, x);
-  const Dtype stats = accumulator(dtype_of(x));
+  const Dtype stats = accumulator(tensor_dtype(x));
   Tensor mean = allocate(scope, {shape.batch, shape.groups}, stats, x), rstd = allocate(scope, {shape.batch, shape.groups}, stats, x);
   if (x.numel() == 0) {  // channels may have no elements
     zero({mean, rstd});
     return {y, mean, rstd};
   }
   GroupNormForward args{.shape = shape,
-                        .x = groups_of(x, shape),
-                        .weight = vector_of(weight),
-                        .bias = vector_of(bias),
+                        .x = group_rows(x, shape),
+                        .weight = as_vector(weight),
+                        .bias = as_vector(bias),
                         .y = mutable_groups(y, shape),
                         .mean = mean.data_ptr(),
                         .rstd = rstd.data_ptr(),
@@ -48,16 +48,16 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward_op(Tensor dy, Tensor x, O
                                                           std::optional<ScalarType> bias_dtype, int64_t num_groups, bool need_dx,
                                                           bool need_dweight, bool need_dbias) {
   const Scope scope("group_norm_backward", x);
-  const GroupNormShape shape = shape_of(x, num_groups);
+  const GroupNormShape shape = group_norm_shape(x, num_groups);
   const NormGradients out(scope, x, weight, bias_dtype, shape.all_channels(), need_dx, need_dweight, need_dbias);
   if (out.complete(x)) return {out.dx, out.dweight, out.dbias};
   dy = contiguous(scope, dy);
   x = contiguous(scope, x);
   weight = contiguous(scope, weight);
   GroupNormBackward args{.shape = shape,
-                         .dy = groups_of(dy, shape),
-                         .x = groups_of(x, shape),
-                         .weight = vector_of(weight),
+                         .dy = group_rows(dy, shape),
+                         .x = group_rows(x, shape),
+                         .weight = as_vector(weight),
                          .mean = mean.data_ptr(),
                          .rstd = rstd.data_ptr(),
                          .dx = need_dx ? mutable_groups(out.dx, shape) : MutableRows{},

@@ -24,7 +24,7 @@ Head::Head(const Scope& scope, const Tensor& x, const Tensor& weight, const Opti
   compute = dtypes.compute;
   acc = dtypes.acc;
   this->logits_dtype = dtypes.logits;
-  this->weight = dtype_of(weight);
+  this->weight = tensor_dtype(weight);
   sum = sum_dtype(dtypes, this->weight);
   if (bias) bias_ = as_rows(scope, *bias);
   x_ = as_matrix(scope, x);

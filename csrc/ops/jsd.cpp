@@ -48,7 +48,7 @@ Tensor jsd_backward_op(Tensor dloss, Tensor log_q, Tensor log_p, OptionalTensor 
   const Scope scope("jsd_backward", log_q);
   const Inputs in = inputs(scope, log_q, log_p, shift_labels, beta, ignore_index);
   Tensor dlog_q = allocate_like(scope, log_q);
-  if (in.rows.rows > 0) jsd_backward({in.rows, counts.data_ptr(), {dloss.data_ptr(), dtype_of(dloss)}, mutable_rows(dlog_q)}, scope);
+  if (in.rows.rows > 0) jsd_backward({in.rows, counts.data_ptr(), {dloss.data_ptr(), tensor_dtype(dloss)}, mutable_rows(dlog_q)}, scope);
   return dlog_q;
 }
 

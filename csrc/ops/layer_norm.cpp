@@ -17,8 +17,8 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_op(Tensor x, OptionalTensor weight
     norm_forward(LayerNormForward{.rows = rows.rows,
                                   .cols = rows.cols,
                                   .x = rows,
-                                  .weight = vector_of(weight),
-                                  .bias = vector_of(bias),
+                                  .weight = as_vector(weight),
+                                  .bias = as_vector(bias),
                                   .y = mutable_rows(y),
                                   .mean = mean.data_ptr(),
                                   .rstd = rstd.data_ptr(),
@@ -32,7 +32,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_op(Tensor dy, Tensor x, O
                                                           std::optional<ScalarType> bias_dtype, bool need_dx, bool need_dweight,
                                                           bool need_dbias) {
   const Scope scope("layer_norm_backward", x);
-  const NormGradients out(scope, x, weight, bias_dtype, cols_of(x), need_dx, need_dweight, need_dbias);
+  const NormGradients out(scope, x, weight, bias_dtype, column_count(x), need_dx, need_dweight, need_dbias);
   if (!out.complete(x)) norm_gradients<true>(scope, dy, {}, x, weight, mean, rstd, 0, out);
   return {out.dx, out.dweight, out.dbias};
 }

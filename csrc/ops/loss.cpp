@@ -2,11 +2,11 @@
 
 namespace liger::LIGER_BACKEND {
 
-Counts counts_of(const Scope& scope, const Tensor& target, const OptionalTensor& class_weight, const OptionalTensor& normalizer,
-                 int64_t vocab, const CrossEntropyOptions& options, Dtype accumulator, int64_t more) {
+Counts allocate_counts(const Scope& scope, const Tensor& target, const OptionalTensor& class_weight, const OptionalTensor& normalizer,
+                       int64_t vocab, const CrossEntropyOptions& options, Dtype accumulator, int64_t more) {
   const Tensor values = allocate(scope, {CrossEntropyCounts::slots + more}, accumulator, target);
   return {values,
-          {target.size(0), vocab, static_cast<const int64_t*>(target.data_ptr()), vector_of(class_weight),
+          {target.size(0), vocab, static_cast<const int64_t*>(target.data_ptr()), as_vector(class_weight),
            normalizer ? normalizer->data_ptr() : nullptr, options, accumulator, values.data_ptr()}};
 }
 
@@ -37,12 +37,12 @@ LossRows::LossRows(const Scope& scope, const Tensor& like, int64_t rows, Dtype a
 
 void LossRows::point(CrossEntropyRows& args, int64_t first_row) const {
   const auto at = [&](const Tensor& t, int64_t bytes) -> void* { return static_cast<char*>(t.data_ptr()) + first_row * bytes; };
-  args.ce = at(ce_, size_of(accumulator_));
-  args.z = has_z_ ? at(z_, size_of(accumulator_)) : nullptr;
+  args.ce = at(ce_, dtype_bytes(accumulator_));
+  args.z = has_z_ ? at(z_, dtype_bytes(accumulator_)) : nullptr;
   args.accuracy = return_accuracy_ ? at(accuracy_, sizeof(float)) : nullptr;
-  args.entropy = moments.entropy ? at(entropy, size_of(accumulator_)) : nullptr;
-  args.mean = moments.mean_logits ? at(mean_logits, size_of(accumulator_)) : nullptr;
-  args.log_sum_sq = moments.log_sum_sq ? at(log_sum_sq, size_of(accumulator_)) : nullptr;
+  args.entropy = moments.entropy ? at(entropy, dtype_bytes(accumulator_)) : nullptr;
+  args.mean = moments.mean_logits ? at(mean_logits, dtype_bytes(accumulator_)) : nullptr;
+  args.log_sum_sq = moments.log_sum_sq ? at(log_sum_sq, dtype_bytes(accumulator_)) : nullptr;
   args.predicted = return_predicted_ ? static_cast<int64_t*>(at(predicted_tokens, sizeof(int64_t))) : nullptr;
 }
 
@@ -52,7 +52,7 @@ void LossRows::finish(const Counts& counts, bool counted) {
       {rows_, ce_.data_ptr(), has_z_ ? z_.data_ptr() : nullptr,
        return_accuracy_ ? static_cast<const float*>(accuracy_.data_ptr()) : nullptr, counts.values.data_ptr(), options_.reduction,
        accumulator_, loss.data_ptr(), return_z_ ? z_loss.data_ptr() : nullptr,
-       return_accuracy_ && !per_row ? static_cast<float*>(token_accuracy.data_ptr()) : nullptr, counted ? nullptr : &counts.how},
+       return_accuracy_ && !per_row ? static_cast<float*>(token_accuracy.data_ptr()) : nullptr, counted ? nullptr : &counts.arguments},
       scope_);
 }
 

@@ -7,36 +7,36 @@
 
 namespace liger::LIGER_BACKEND {
 
-inline CrossEntropyOptions options_of(int64_t ignore_index, int64_t reduction, double label_smoothing, double lse_square_scale,
-                                      const std::optional<double>& softcap, bool token_scaling = false) {
+inline CrossEntropyOptions cross_entropy_options(int64_t ignore_index, int64_t reduction, double label_smoothing, double lse_square_scale,
+                                                 const std::optional<double>& softcap, bool token_scaling = false) {
   return {ignore_index, label_smoothing, lse_square_scale, softcap.value_or(0), token_scaling, Reduction(reduction)};
 }
 
 // The backward's arguments for rows of all classes. The caller sets the upstream gradient, and every other member that is not 0.
-inline CrossEntropyBackward backward_of(const CrossEntropyRows& of, const Tensor& lse, const MutableRows& dlogits) {
-  return {.rows = of.rows,
-          .vocab = of.vocab,
-          .first_row = of.first_row,
-          .logits = of.logits,
-          .target = of.target,
-          .class_weight = of.class_weight,
-          .counts = of.counts,
-          .options = of.options,
-          .op = of.op,
+inline CrossEntropyBackward backward_args(const CrossEntropyRows& forward_args, const Tensor& lse, const MutableRows& dlogits) {
+  return {.rows = forward_args.rows,
+          .vocab = forward_args.vocab,
+          .first_row = forward_args.first_row,
+          .logits = forward_args.logits,
+          .target = forward_args.target,
+          .class_weight = forward_args.class_weight,
+          .counts = forward_args.counts,
+          .options = forward_args.options,
+          .op = forward_args.op,
           .lse = lse.data_ptr(),
           .dlogits = dlogits,
-          .classes = {0, of.vocab},
-          .temperature = of.temperature};
+          .classes = {0, forward_args.vocab},
+          .temperature = forward_args.temperature};
 }
 
-// values: the counts (CrossEntropyCounts), with `more` elements behind them in the same tensor. how: the arguments with which
+// values: the counts (CrossEntropyCounts), with `more` elements behind them in the same tensor. arguments: those with which
 // cross_entropy_counts or the reduction computes the counts.
 struct Counts {
   Tensor values;
-  CrossEntropyCounts how;
+  CrossEntropyCounts arguments;
 };
-Counts counts_of(const Scope& scope, const Tensor& target, const OptionalTensor& class_weight, const OptionalTensor& normalizer,
-                 int64_t vocab, const CrossEntropyOptions& options, Dtype accumulator, int64_t more = 0);
+Counts allocate_counts(const Scope& scope, const Tensor& target, const OptionalTensor& class_weight, const OptionalTensor& normalizer,
+                       int64_t vocab, const CrossEntropyOptions& options, Dtype accumulator, int64_t more = 0);
 
 // The further per-row results that are requested.
 struct Moments {

@@ -16,9 +16,9 @@ struct NormGradients {
     need_dweight = need_dweight && weight;
     need_dbias = need_dbias && bias_dtype;
     wanted = need_dx || need_dweight || need_dbias;
-    dx = allocate(scope, need_dx ? sizes_of(x) : std::vector<int64_t>{0}, type_of(x), x);
-    dweight = allocate(scope, {need_dweight ? channels : 0}, type_of(weight ? *weight : x), x);
-    dbias = allocate(scope, {need_dbias ? channels : 0}, bias_dtype.value_or(type_of(x)), x);
+    dx = allocate(scope, need_dx ? tensor_sizes(x) : std::vector<int64_t>{0}, tensor_type(x), x);
+    dweight = allocate(scope, {need_dweight ? channels : 0}, tensor_type(weight ? *weight : x), x);
+    dbias = allocate(scope, {need_dbias ? channels : 0}, bias_dtype.value_or(tensor_type(x)), x);
   }
 
   // Returns whether there is nothing to compute. Without elements, dweight and dbias become 0.
@@ -30,17 +30,18 @@ struct NormGradients {
 
 // Computes the gradients of a norm over rows. z: the rows that the forward normalised.
 template <bool Centered>
-void norm_gradients(const Scope& scope, const Tensor& dy, const OptionalTensor& dsum, const Tensor& z, const OptionalTensor& given_weight,
-                    const OptionalTensor& given_mean, const Tensor& given_rstd, double offset, const NormGradients& out) {
+void norm_gradients(const Scope& scope, const Tensor& dy, const OptionalTensor& dsum, const Tensor& z,
+                    const OptionalTensor& weight_argument, const OptionalTensor& mean_argument, const Tensor& rstd_argument, double offset,
+                    const NormGradients& out) {
   const RowsView dy_rows = as_rows(scope, dy), dsum_rows = dsum ? as_rows(scope, *dsum) : RowsView{}, rows = as_rows(scope, z);
-  const OptionalTensor weight = contiguous(scope, given_weight), mean = contiguous(scope, given_mean);
-  const Tensor rstd = contiguous(scope, given_rstd);
+  const OptionalTensor weight = contiguous(scope, weight_argument), mean = contiguous(scope, mean_argument);
+  const Tensor rstd = contiguous(scope, rstd_argument);
   NormBackward<Centered> args{.rows = rows.rows,
                               .cols = rows.cols,
                               .dy = dy_rows,
                               .dsum = dsum_rows,
                               .z = rows,
-                              .weight = vector_of(weight),
+                              .weight = as_vector(weight),
                               .mean = mean ? mean->data_ptr() : nullptr,
                               .rstd = rstd.data_ptr(),
                               .dz = out.dx.numel() > 0 ? mutable_rows(out.dx) : MutableRows{},

@@ -12,13 +12,13 @@ ForwardResult forward_op(const FusedLoss& a) {
 }
 
 std::tuple<Tensor, Tensor, Tensor> backward_op(const FusedLoss& a) {
-  const FusedLossGradients made = fused_loss_gradients(a, false);
-  return {made.dx, made.dweight, made.dbias};
+  const FusedLossGradients gradients = fused_loss_gradients(a, false);
+  return {gradients.dx, gradients.dweight, gradients.dbias};
 }
 
 std::tuple<Tensor, Tensor> backward_in_place_op(const FusedLoss& a) {
-  const FusedLossGradients made = fused_loss_gradients(a, true);
-  return {made.dx, made.dbias};
+  const FusedLossGradients gradients = fused_loss_gradients(a, true);
+  return {gradients.dx, gradients.dbias};
 }
 
 }  // namespace

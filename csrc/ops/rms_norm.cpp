@@ -7,8 +7,8 @@ namespace {
 
 // The forward of both ops: y and rstd of x, or of x + residual, which is stored in `sum`.
 std::tuple<Tensor, Tensor> forward(const Scope& scope, const Tensor& x, const RowsView& rows, const Rows& residual, const MutableRows& sum,
-                                   Dtype dtype, const OptionalTensor& given, double eps, double offset, int64_t casting_mode) {
-  const OptionalTensor weight = contiguous(scope, given);
+                                   Dtype dtype, const OptionalTensor& weight_argument, double eps, double offset, int64_t casting_mode) {
+  const OptionalTensor weight = contiguous(scope, weight_argument);
   Tensor y = allocate_like(scope, x, dtype), rstd = allocate_statistics(scope, x, dtype);
   if (x.numel() > 0)
     norm_forward(RmsNormForward{.rows = rows.rows,
@@ -16,7 +16,7 @@ std::tuple<Tensor, Tensor> forward(const Scope& scope, const Tensor& x, const Ro
                                 .x = rows,
                                 .residual = residual,
                                 .sum = sum,
-                                .weight = vector_of(weight),
+                                .weight = as_vector(weight),
                                 .y = mutable_rows(y),
                                 .rstd = rstd.data_ptr(),
                                 .eps = eps,
@@ -46,7 +46,7 @@ std::tuple<Tensor, Tensor, Tensor> add_rms_norm_op(Tensor x, Tensor residual, Op
 std::tuple<Tensor, Tensor> rms_norm_backward_op(Tensor dy, Tensor x, OptionalTensor weight, Tensor rstd, double offset, bool need_dx,
                                                 bool need_dweight) {
   const Scope scope("rms_norm_backward", x);
-  const NormGradients out(scope, x, weight, {}, cols_of(x), need_dx, need_dweight, false);
+  const NormGradients out(scope, x, weight, {}, column_count(x), need_dx, need_dweight, false);
   if (!out.complete(x)) norm_gradients<false>(scope, dy, {}, x, weight, {}, rstd, offset, out);
   return {out.dx, out.dweight};
 }
@@ -54,7 +54,7 @@ std::tuple<Tensor, Tensor> rms_norm_backward_op(Tensor dy, Tensor x, OptionalTen
 std::tuple<Tensor, Tensor> add_rms_norm_backward_op(OptionalTensor dy, OptionalTensor dsum, Tensor sum, OptionalTensor weight, Tensor rstd,
                                                     double offset, bool need_dx, bool need_dweight) {
   const Scope scope("add_rms_norm_backward", sum);
-  NormGradients out(scope, sum, weight, {}, cols_of(sum), need_dx, need_dweight, false);
+  NormGradients out(scope, sum, weight, {}, column_count(sum), need_dx, need_dweight, false);
   if (!dy) {  // Only the sum was used: its gradient passes through unchanged, as a new tensor.
     if (need_dx) copy_into(out.dx, *dsum);
     zero({out.dweight});

@@ -10,12 +10,12 @@ namespace {
 Tensor output_like(const Scope& scope, const Tensor& t) {
   if (!keeps_strides(t)) return allocate_like(scope, t);
   const auto strides = t.strides();
-  return allocate(scope, sizes_of(t), {strides.begin(), strides.end()}, dtype_of(t), t);
+  return allocate(scope, tensor_sizes(t), {strides.begin(), strides.end()}, tensor_dtype(t), t);
 }
 
 Tensor readable(const Scope& scope, const Tensor& t) { return contiguous_heads(t) ? t : contiguous(scope, t); }
 
-RopeHeads heads_of(const Tensor& in, const Tensor& out) {
+RopeHeads rope_heads(const Tensor& in, const Tensor& out) {
   return {in.data_ptr(), out.data_ptr(), in.size(1), in.stride(0), in.stride(1), in.stride(2), out.stride(0), out.stride(1), out.stride(2)};
 }
 
@@ -25,7 +25,7 @@ std::tuple<Tensor, Tensor> run(const char* op, Tensor q, OptionalTensor k, Tenso
   const Scope scope(op, q);
   cos = readable(scope, cos);
   sin = readable(scope, sin);
-  Tensor q_out = output_like(scope, q), k_out = k ? output_like(scope, *k) : allocate(scope, {0}, dtype_of(q), q);
+  Tensor q_out = output_like(scope, q), k_out = k ? output_like(scope, *k) : allocate(scope, {0}, tensor_dtype(q), q);
   if (q.numel() + k_out.numel() == 0) return {q_out, k_out};
   q = readable(scope, q);
   if (k) k = readable(scope, *k);
@@ -35,12 +35,12 @@ std::tuple<Tensor, Tensor> run(const char* op, Tensor q, OptionalTensor k, Tenso
         .seq = q.size(2),
         .head_dim = q.size(3),
         .rotary_dim = half_tables ? 2 * cos.size(2) : cos.size(2),
-        .dtype = dtype_of(q),
-        .q = heads_of(q, q_out),
-        .k = k ? heads_of(*k, k_out) : RopeHeads{},
+        .dtype = tensor_dtype(q),
+        .q = rope_heads(q, q_out),
+        .k = k ? rope_heads(*k, k_out) : RopeHeads{},
         .cos = cos.data_ptr(),
         .sin = sin.data_ptr(),
-        .table_dtype = dtype_of(cos),
+        .table_dtype = tensor_dtype(cos),
         .cos_batch = batch_stride(cos),
         .cos_seq = cos.stride(1),
         .sin_batch = batch_stride(sin),

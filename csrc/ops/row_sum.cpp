@@ -27,8 +27,8 @@ void RowSum::scale_into(const MutableRows& out, const void* factor, const Rows& 
 // rows, so each step converts up to done * ratio rows. The first rows would overwrite themselves, so they are converted in other memory and
 // copied back.
 void RowSum::narrow_in_place(const MutableRows& out, const void* factor, const Rows& row_scale) const {
-  const auto ratio = int64_t(size_of(dtype_) / size_of(out.dtype));
-  int64_t done = std::min(launch::narrowed_elsewhere, in_memory_);
+  const auto ratio = int64_t(dtype_bytes(dtype_) / dtype_bytes(out.dtype));
+  int64_t done = std::min(launch::first_narrowed_rows, in_memory_);
   const Tensor elsewhere = allocate(scope_, {done, cols_}, out.dtype, like_);
   const MutableRows first = mutable_rows(elsewhere);
   scale_rows(0, done, first, factor, row_scale);

@@ -14,11 +14,11 @@ template <class Forward> Tensor row_op(const char* op, const Tensor& x, void (*k
 }
 
 template <class Backward>
-Tensor row_op_backward(const char* op, const Tensor& dy, const Tensor& kept, void (*kernel)(const Backward&, Stream)) {
-  const Scope scope(op, kept);
-  const RowsView dy_rows = as_rows(scope, dy), rows = as_rows(scope, kept);
-  Tensor dx = allocate_like(scope, kept);
-  if (kept.numel() > 0) kernel({rows.rows, rows.cols, dy_rows, rows, mutable_rows(dx)}, scope);
+Tensor row_op_backward(const char* op, const Tensor& dy, const Tensor& saved, void (*kernel)(const Backward&, Stream)) {
+  const Scope scope(op, saved);
+  const RowsView dy_rows = as_rows(scope, dy), rows = as_rows(scope, saved);
+  Tensor dx = allocate_like(scope, saved);
+  if (saved.numel() > 0) kernel({rows.rows, rows.cols, dy_rows, rows, mutable_rows(dx)}, scope);
   return dx;
 }
 

@@ -19,7 +19,7 @@
 namespace liger::LIGER_BACKEND {
 namespace {
 
-CrossEntropyLoss loss_of(const Head& head, const VocabularyShard& a) {
+CrossEntropyLoss shard_loss(const Head& head, const VocabularyShard& a) {
   return CrossEntropyLoss(head, loss_options(a), a.target, a.ce_weight, Classes{a.first_class, a.vocab_size},
                           {a.temperature, a.mix, {}, a.wants_moments()});
 }
@@ -29,23 +29,24 @@ using StatisticsResult = std::tuple<Tensor, Tensor, Tensor>;
 StatisticsResult statistics_op(const VocabularyShard& a) {
   const Scope scope("vocabulary_shard_statistics", a.x);
   const Head head(scope, a.x, a.weight, a.bias, a.accum_dtype, a.compute_dtype, a.logits_dtype);
-  const CrossEntropyLoss loss = loss_of(head, a);
-  const Schedule schedule = schedule_of(head, false, false, false, int64_t(Gradients::none), a.chunk_rows, head.vocab);
-  const int64_t slots = CrossEntropyStatistics::slots_of(a.wants_moments());
+  const CrossEntropyLoss loss = shard_loss(head, a);
+  const Schedule schedule = build_schedule(head, false, false, false, int64_t(Gradients::none), a.chunk_rows, head.vocab);
+  const int64_t slots = CrossEntropyStatistics::slot_count(a.wants_moments());
   const Tensor nothing = allocate(scope, {0}, head.compute, a.x);
   const Tensor statistics = allocate(scope, {1, slots, head.rows}, head.acc, a.x);
   Tensor best_class = allocate(scope, {a.predictions ? 1 : 0, head.rows}, ScalarType::Long, a.x);
   const Tensor logits =
       allocate(scope, {a.keep_logits ? head.rows : schedule.rows, head.vocab}, {schedule.stride(), 1}, head.logits_dtype, a.x);
-  const Tensor of_chunk = allocate(scope, {slots, schedule.rows}, head.acc, a.x);
+  const Tensor chunk_statistics = allocate(scope, {slots, schedule.rows}, head.acc, a.x);
 
   for (int64_t first = 0; first < head.rows; first += schedule.rows) {
     const Range rows{first, std::min(schedule.rows, head.rows - first)};
-    const MutableRows made{logits.data_ptr(), schedule.stride(), head.logits_dtype};
-    head.logits(rows, head.all_classes(), made);
-    CrossEntropyLoss::VocabularyChunks(loss, rows, 1, nothing, nullptr, nothing, of_chunk, part_of(best_class, 1, first, rows.count))
-        .statistics(0, head.all_classes(), made);
-    copy_values(head, slots, rows.count, of_chunk.data_ptr(), rows.count, at(statistics.data_ptr(), first, head.acc), head.rows);
+    const MutableRows chunk_logits{logits.data_ptr(), schedule.stride(), head.logits_dtype};
+    head.logits(rows, head.all_classes(), chunk_logits);
+    CrossEntropyLoss::VocabularyChunks(loss, rows, 1, nothing, nullptr, nothing, chunk_statistics,
+                                       narrow_view(best_class, 1, first, rows.count))
+        .statistics(0, head.all_classes(), chunk_logits);
+    copy_values(head, slots, rows.count, chunk_statistics.data_ptr(), rows.count, at(statistics.data_ptr(), first, head.acc), head.rows);
   }
   return {a.keep_logits ? logits : nothing, statistics, best_class};
 }
@@ -55,22 +56,22 @@ using LossesResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, 
 LossesResult losses_op(const VocabularyShard& a) {
   const Scope scope("vocabulary_shard_losses_", a.x);
   const Head head(scope, a.x, a.weight, {}, {}, a.compute_dtype, {});
-  const CrossEntropyLoss loss = loss_of(head, a);
-  const Counts counts = counts_of(scope, loss.target, loss.class_weight, a.normalizer, a.vocab_size, loss.options, head.acc);
-  cross_entropy_counts(counts.how, scope);
+  const CrossEntropyLoss loss = shard_loss(head, a);
+  const Counts counts = allocate_counts(scope, loss.target, loss.class_weight, a.normalizer, a.vocab_size, loss.options, head.acc);
+  cross_entropy_counts(counts.arguments, scope);
   LossRows losses(scope, a.x, head.rows, head.acc, loss.options, a.return_z_loss, a.return_token_accuracy, a.return_predicted_tokens,
                   {a.return_entropy, a.return_mean_logits, a.return_log_sum_sq});
-  const Tensor kept = allocate(scope, {launch::kept_for_gradients(head.rows, a.use_token_scaling)}, head.acc, a.x);
+  const Tensor gradient_state = allocate(scope, {launch::gradient_state_size(head.rows, a.use_token_scaling)}, head.acc, a.x);
   if (head.rows > 0) {
     const int64_t count = a.statistics.size(0);
-    const CrossEntropyLoss::VocabularyChunks shards(loss, head.all_rows(), count, counts.values, &losses, kept, a.statistics, a.best_class);
+    const CrossEntropyLoss::VocabularyChunks shards(loss, head.all_rows(), count, counts.values, &losses, gradient_state, a.statistics,
+                                                    a.best_class);
     shards.merge(count);
     if (a.logits.numel() > 0) shards.gradient(head.all_classes(), {a.logits.data_ptr(), a.logits.stride(0), head.compute});
   }
   losses.finish(counts, true);
-  return {
-      losses.loss,   losses.z_loss, losses.token_accuracy, losses.predicted_tokens, losses.entropy, losses.mean_logits, losses.log_sum_sq,
-      counts.values, kept};
+  return {losses.loss,        losses.z_loss,     losses.token_accuracy, losses.predicted_tokens, losses.entropy,
+          losses.mean_logits, losses.log_sum_sq, counts.values,         gradient_state};
 }
 
 using BackwardResult = std::tuple<Tensor, Tensor, Tensor>;
@@ -78,9 +79,10 @@ using BackwardResult = std::tuple<Tensor, Tensor, Tensor>;
 BackwardResult backward_op(const VocabularyShard& a) {
   const Scope scope("vocabulary_shard_backward", a.x);
   const Head head(scope, a.x, a.weight, a.bias, a.accum_dtype, a.compute_dtype, a.logits_dtype);
-  Schedule schedule = schedule_of(head, a.need_dx, a.need_dweight, a.need_dbias, int64_t(Gradients::recomputed), a.chunk_rows, head.vocab);
+  Schedule schedule =
+      build_schedule(head, a.need_dx, a.need_dweight, a.need_dbias, int64_t(Gradients::recomputed), a.chunk_rows, head.vocab);
   schedule.dx_is_term = true;
-  const MergedLoss loss(loss_of(head, a), head, a.kept, schedule.rows);
+  const MergedLoss loss(shard_loss(head, a), head, a.gradient_state, schedule.rows);
   Backward backward(head, schedule, a.x, a.bias, a.dloss, loss.per_row(), loss.scale(a.counts), 1 / loss.gradient_scale, false);
   backward.dweight = allocate(scope, {0}, head.weight, a.x);
   if (head.rows == 0) backward.zeros();

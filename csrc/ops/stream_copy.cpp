@@ -8,7 +8,7 @@ namespace {
 
 Tensor stream_copy_op(Tensor x, int64_t per_thread) {
   const Scope scope("stream_copy", x);
-  const int64_t bytes = x.numel() * size_of(dtype_of(x));
+  const int64_t bytes = x.numel() * dtype_bytes(tensor_dtype(x));
   Tensor out = allocate_like(scope, x);
   if (bytes > 0) stream_copy({bytes, x.data_ptr(), out.data_ptr(), per_thread}, scope);
   return out;

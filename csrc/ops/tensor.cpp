@@ -4,9 +4,9 @@
 
 namespace liger::LIGER_BACKEND {
 
-Dtype dtype_of(const Tensor& t) { return kernel_dtype(type_of(t)).value(); }
+Dtype tensor_dtype(const Tensor& t) { return kernel_dtype(tensor_type(t)).value(); }
 
-std::vector<int64_t> sizes_of(const Tensor& t) {
+std::vector<int64_t> tensor_sizes(const Tensor& t) {
   const auto sizes = t.sizes();
   return {sizes.begin(), sizes.end()};
 }
@@ -41,10 +41,10 @@ Tensor contiguous(const Scope& scope, const Tensor& t) {
 Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, Dtype dtype, const Tensor& like) {
   return allocate(scope, sizes, scalar_type(dtype), like);
 }
-Tensor allocate_like(const Scope& scope, const Tensor& like, Dtype dtype) { return allocate(scope, sizes_of(like), dtype, like); }
-Tensor allocate_like(const Scope& scope, const Tensor& like) { return allocate(scope, sizes_of(like), type_of(like), like); }
+Tensor allocate_like(const Scope& scope, const Tensor& like, Dtype dtype) { return allocate(scope, tensor_sizes(like), dtype, like); }
+Tensor allocate_like(const Scope& scope, const Tensor& like) { return allocate(scope, tensor_sizes(like), tensor_type(like), like); }
 Tensor allocate_statistics(const Scope& scope, const Tensor& like, Dtype dtype) {
-  auto leading = sizes_of(like);
+  auto leading = tensor_sizes(like);
   leading.pop_back();
   return allocate(scope, leading, accumulator(dtype), like);
 }
@@ -70,13 +70,13 @@ RowsView as_rows(const Scope& scope, const Tensor& t) {
     out.tensor = contiguous(scope, t);
     stride = out.cols;
   }
-  out.view = {out.tensor.data_ptr(), stride, dtype_of(t)};
+  out.view = {out.tensor.data_ptr(), stride, tensor_dtype(t)};
   return out;
 }
 
-MutableRows mutable_rows(const Tensor& t) { return {t.data_ptr(), t.dim() == 0 ? 1 : t.size(t.dim() - 1), dtype_of(t)}; }
-MutableVector mutable_vector(const Tensor& t) { return t.numel() > 0 ? MutableVector{t.data_ptr(), dtype_of(t)} : MutableVector{}; }
-Vector vector_of(const OptionalTensor& t) { return t ? Vector{t->data_ptr(), dtype_of(*t)} : Vector{}; }
+MutableRows mutable_rows(const Tensor& t) { return {t.data_ptr(), t.dim() == 0 ? 1 : t.size(t.dim() - 1), tensor_dtype(t)}; }
+MutableVector mutable_vector(const Tensor& t) { return t.numel() > 0 ? MutableVector{t.data_ptr(), tensor_dtype(t)} : MutableVector{}; }
+Vector as_vector(const OptionalTensor& t) { return t ? Vector{t->data_ptr(), tensor_dtype(*t)} : Vector{}; }
 
 OptionalTensor contiguous(const Scope& scope, const OptionalTensor& t) { return t ? OptionalTensor(contiguous(scope, *t)) : t; }
 
@@ -84,7 +84,7 @@ void require_apart(const Scope& scope, const Tensor& written, const char* name, 
   const auto end = [](const Tensor& t) {
     int64_t last = 0;
     for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
-    return at(static_cast<const char*>(t.data_ptr()), last + 1, dtype_of(t));
+    return at(static_cast<const char*>(t.data_ptr()), last + 1, tensor_dtype(t));
   };
   require(written.numel() == 0 || end(written) <= read.data_ptr() || end(read) <= written.data_ptr(), scope.op(), ": ", name,
           " shares memory with ", read_name, ", expected memory of its own, since it is overwritten");

@@ -18,7 +18,7 @@ namespace liger::LIGER_BACKEND {
 using OptionalTensor = std::optional<Tensor>;
 using Size = int64_t;  // python/tensor.h has another one, for checks
 
-Dtype dtype_of(const Tensor& t);      // of a tensor that was checked, or allocated here
+Dtype tensor_dtype(const Tensor& t);      // of a tensor that was checked, or allocated here
 
 Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, Dtype dtype, const Tensor& like);
 Tensor allocate(const Scope& scope, const std::vector<int64_t>& sizes, ScalarType type, const Tensor& like);
@@ -31,7 +31,7 @@ Tensor workspace(const Scope& scope, int64_t bytes, const Tensor& like);
 // Throws if the tensors share memory: `written` is overwritten while `read` is read. All memory between a tensor's first and last element
 // counts as its own.
 void require_apart(const Scope& scope, const Tensor& written, const char* name, const Tensor& read, const char* read_name);
-std::vector<int64_t> sizes_of(const Tensor& t);
+std::vector<int64_t> tensor_sizes(const Tensor& t);
 
 // A checked tensor seen as a matrix of rows over its last dimension. Keeps a contiguous copy alive where its strides allow no such view.
 struct RowsView {
@@ -43,7 +43,7 @@ struct RowsView {
 RowsView as_rows(const Scope& scope, const Tensor& t);
 MutableRows mutable_rows(const Tensor& t);            // a tensor this op allocated, contiguous
 MutableVector mutable_vector(const Tensor& t);        // likewise; absent if it is empty
-Vector vector_of(const OptionalTensor& t);            // contiguous; data nullptr if absent
+Vector as_vector(const OptionalTensor& t);            // contiguous; data nullptr if absent
 Tensor contiguous(const Scope& scope, const Tensor& t);   // itself, or a copy
 OptionalTensor contiguous(const Scope& scope, const OptionalTensor& t);
 

@@ -33,7 +33,7 @@ constexpr std::pair<ScalarType, const char*> names[] = {
     {ScalarType::ComplexFloat, "torch.complex64"},
     {ScalarType::ComplexDouble, "torch.complex128"},
 };
-constexpr ScalarType of_kernels[] = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half, ScalarType::Double};  // as in Dtype
+constexpr ScalarType kernel_types[] = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half, ScalarType::Double};  // as in Dtype
 
 int64_t element_bytes(ScalarType type) {
   return type == ScalarType::Double || type == ScalarType::Long ? 8 : type == ScalarType::Float || type == ScalarType::Int ? 4 : 2;
@@ -42,10 +42,10 @@ int64_t element_bytes(ScalarType type) {
 // Out of memory has its own exception type: callers catch it and retry with less. After a failed kernel every allocation fails, too; then
 // the error states the kernel's failure.
 [[noreturn]] void throw_failed_allocation(const char* op, double bytes) {
-  std::string cause = torch_said();
+  std::string cause = torch_error_text();
   if (cause.empty()) cause = device_failure();
   const std::string tried = text("liger_ext::", op, " tried to allocate ", int64_t(bytes / (1 << 20)), " MiB");
-  if (!cause.empty() && !says_out_of_memory(cause)) throw std::runtime_error(text(tried, ", which failed: ", cause));
+  if (!cause.empty() && !is_memory_error(cause)) throw std::runtime_error(text(tried, ", which failed: ", cause));
   throw OutOfMemory(text(has_streams ? "CUDA out of memory. " : "out of memory: ", tried, cause.empty() ? "" : "; torch: ", cause));
 }
 
@@ -56,13 +56,13 @@ const char* dtype_name(ScalarType type) {
     if (named == type) return name;
   return "an unsupported dtype";
 }
-ScalarType scalar_type(Dtype dtype) { return of_kernels[static_cast<int>(dtype)]; }
+ScalarType scalar_type(Dtype dtype) { return kernel_types[static_cast<int>(dtype)]; }
 std::optional<Dtype> kernel_dtype(ScalarType type) {
-  for (int i = 0; i < int(std::size(of_kernels)); ++i)
-    if (of_kernels[i] == type) return Dtype(i);
+  for (int i = 0; i < int(std::size(kernel_types)); ++i)
+    if (kernel_types[i] == type) return Dtype(i);
   return {};
 }
-ScalarType type_of(const Tensor& t) {
+ScalarType tensor_type(const Tensor& t) {
   try {
     return t.scalar_type();
   } catch (const std::exception&) {  // a dtype without a name in the stable ABI

@@ -21,7 +21,7 @@ using torch::stable::Tensor;
 constexpr bool has_streams = LIGER_IS_GPU;
 
 const char* dtype_name(ScalarType type);
-ScalarType type_of(const Tensor& t);  // Undefined for a dtype without a name in the stable ABI
+ScalarType tensor_type(const Tensor& t);  // Undefined for a dtype without a name in the stable ABI
 ScalarType scalar_type(Dtype dtype);
 std::optional<Dtype> kernel_dtype(ScalarType type);
 bool same_device(const Tensor& t, const Tensor& like);
@@ -50,7 +50,7 @@ class Scope {
 // throws with its cause.
 Tensor allocate_strided(const Scope& scope, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType type,
                         const Tensor& like);
-inline Tensor part_of(Tensor t, int64_t dim, int64_t start, int64_t length) { return torch::stable::narrow(t, dim, start, length); }
+inline Tensor narrow_view(Tensor t, int64_t dim, int64_t start, int64_t length) { return torch::stable::narrow(t, dim, start, length); }
 inline void copy_into(Tensor to, const Tensor& from) { torch::stable::copy_(to, from); }
 void zero(std::initializer_list<Tensor> tensors);
 

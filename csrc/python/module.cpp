@@ -36,7 +36,7 @@ OpBindings::OpBindings(void (*bind)(py::module_&, py::module_&)) { all_bindings(
 namespace {
 
 // The element size of a dtype that the GPU library has kernels for, by torch's name.
-int bytes_of(const std::string& dtype) {
+int named_dtype_bytes(const std::string& dtype) {
   static const std::map<std::string, int> sizes{{"float32", 4}, {"bfloat16", 2}, {"float16", 2}};
   const auto found = sizes.find(dtype);
   if (found == sizes.end()) throw std::invalid_argument("dtype is '" + dtype + "', expected float32, bfloat16 or float16");
@@ -117,7 +117,7 @@ void bind_knobs(py::module_& m) {
          std::array<int, 3> heads) {
         const std::string_view bytes = table;
         set_knobs(reinterpret_cast<const KnobEntry*>(bytes.data()), bytes.size() / sizeof(KnobEntry));
-        const Knobs found = knobs_of(device, {tunable_id(kernel), vec, rows, cols, heads[0], heads[1], heads[2]});
+        const Knobs found = tuned_knobs(device, {tunable_id(kernel), vec, rows, cols, heads[0], heads[1], heads[2]});
         set_knobs(nullptr, 0);
         return found;
       },
@@ -126,9 +126,9 @@ void bind_knobs(py::module_& m) {
 }
 
 // The integer template arguments of an instance.
-std::vector<int> arguments(const Instance& of) {
+std::vector<int> arguments(const Instance& kernel_instance) {
   std::vector<int> all;
-  for (const int one : {of.vec, of.k, of.threads})
+  for (const int one : {kernel_instance.vec, kernel_instance.k, kernel_instance.threads})
     if (one != none) all.push_back(one);
   return all;
 }
@@ -139,21 +139,22 @@ void bind_launches(py::module_& m) {
       [] {
         std::map<std::string, std::vector<std::tuple<std::vector<int>, int, bool>>> all;
         for (const Kernel* kernel : kernels())
-          for (const Instance& of : kernel->instances)
-            if (of.max_threads > 0) all[kernel->name].emplace_back(arguments(of), of.max_threads, of.ahead);
+          for (const Instance& kernel_instance : kernel->instances)
+            if (kernel_instance.max_threads > 0)
+              all[kernel->name].emplace_back(arguments(kernel_instance), kernel_instance.max_threads, kernel_instance.ahead);
         return all;
       },
       "All instances of every kernel: integer template arguments, launch bound, and whether only CUDA's library has it.");
   py::class_<Launch>(
       m, "NamedLaunch",
       "A launch of an op: the kernel, its integer template arguments, its plan and launch bound, and the tunable it belongs to.")
-      .def_property_readonly("kernel", [](const Launch& made) { return made.kernel->name; })
-      .def_property_readonly("instance", [](const Launch& made) { return arguments(made.instance); })
-      .def_property_readonly("max_threads", [](const Launch& made) { return made.instance.max_threads; })
+      .def_property_readonly("kernel", [](const Launch& named_launch) { return named_launch.kernel->name; })
+      .def_property_readonly("instance", [](const Launch& named_launch) { return arguments(named_launch.instance); })
+      .def_property_readonly("max_threads", [](const Launch& named_launch) { return named_launch.instance.max_threads; })
       .def_readonly("rows", &Launch::rows)
       .def_readonly("cols", &Launch::cols)
       .def_readonly("plan", &Launch::plan)
-      .def_property_readonly("tunable", [](const Launch& made) { return made.tunable.name; });
+      .def_property_readonly("tunable", [](const Launch& named_launch) { return named_launch.tunable.name; });
 }
 
 void bind_plans(py::module_& m) {
@@ -203,7 +204,7 @@ void bind_plans(py::module_& m) {
       .value("accumulated", Gradients::accumulated)
       .value("recomputed", Gradients::recomputed)
       .value("overlaid", Gradients::overlaid);
-  m.def("gradients_of", &gradients_of, py::arg("input"), py::arg("parameters"), py::arg("at_once"), py::arg("per_row"));
+  m.def("gradient_strategy", &gradient_strategy, py::arg("input"), py::arg("parameters"), py::arg("at_once"), py::arg("per_row"));
   py::class_<OverlaidChunk>(m, "OverlaidChunk", "See csrc/launch/chunks.h.")
       .def_readonly("first", &OverlaidChunk::first)
       .def_readonly("classes", &OverlaidChunk::classes)
@@ -213,8 +214,8 @@ void bind_plans(py::module_& m) {
   m.def(
       "overlaid_layout",
       [](int64_t rows, int64_t room, int64_t hidden, int64_t vocab, int64_t stored) {
-        const OverlaidLayout made = best_overlaid_layout(rows, room, hidden, vocab, stored);
-        return std::pair(made.chunks, made.spare);
+        const OverlaidLayout layout = best_overlaid_layout(rows, room, hidden, vocab, stored);
+        return std::pair(layout.chunks, layout.spare);
       },
       py::arg("rows"), py::arg("room"), py::arg("hidden"), py::arg("vocab"), py::arg("stored"), "The chunks, and the size of the spare.");
   m.def("equal_chunks", &equal_chunks, py::arg("rows"), py::arg("most"));
@@ -225,7 +226,8 @@ void bind_plans(py::module_& m) {
       "plans",
       [](const std::string& op, const DeviceProfile& device, int64_t rows, int64_t cols, const std::string& dtype, bool aligned,
          bool contiguous, const Knobs& knobs, const py::kwargs& facts) {
-        return plans(op, device, {rows, cols, bytes_of(dtype), aligned, contiguous, knobs, py::cast<decltype(Call::facts)>(facts)});
+        return plans(op, device,
+                     {rows, cols, named_dtype_bytes(dtype), aligned, contiguous, knobs, py::cast<decltype(Call::facts)>(facts)});
       },
       py::arg("op"), py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("dtype") = "bfloat16", py::kw_only(),
       py::arg("aligned") = true, py::arg("contiguous") = true, py::arg("knobs") = Knobs{},

@@ -30,13 +30,13 @@ class Size {
   friend Size operator*(const Size& a, const Size& b) { return Size(a.value_ * b.value_); }
   friend Size operator+(const Size& a, const Size& b) { return Size(a.value_ + b.value_); }
   friend Size operator-(const Size& a, const Size& b) { return Size(a.value_ - b.value_); }
-  friend Size operator/(const Size& a, const Size& b) { return made(PyNumber_FloorDivide(a.value_.ptr(), b.value_.ptr())); }
-  friend Size operator%(const Size& a, const Size& b) { return made(PyNumber_Remainder(a.value_.ptr(), b.value_.ptr())); }
+  friend Size operator/(const Size& a, const Size& b) { return checked_result(PyNumber_FloorDivide(a.value_.ptr(), b.value_.ptr())); }
+  friend Size operator%(const Size& a, const Size& b) { return checked_result(PyNumber_Remainder(a.value_.ptr(), b.value_.ptr())); }
   const py::object& object() const { return value_; }
   friend void append(std::string& text, const Size& size) { text += std::string(py::str(size.value_)); }
 
  private:
-  static Size made(PyObject* value) {
+  static Size checked_result(PyObject* value) {
     if (value == nullptr) throw py::error_already_set();
     return Size(py::reinterpret_steal<py::object>(value));
   }
@@ -54,12 +54,12 @@ struct ScalarType {
 };
 inline const ScalarType ScalarType::Long{"torch.int64"};
 
-constexpr const char* of_kernels[] = {"torch.float32", "torch.bfloat16", "torch.float16", "torch.float64"};  // as in Dtype
+constexpr const char* kernel_type_names[] = {"torch.float32", "torch.bfloat16", "torch.float16", "torch.float64"};  // as in Dtype
 inline const std::string& dtype_name(const ScalarType& type) { return type.name; }
-inline ScalarType scalar_type(Dtype dtype) { return ScalarType(of_kernels[static_cast<int>(dtype)]); }
+inline ScalarType scalar_type(Dtype dtype) { return ScalarType(kernel_type_names[static_cast<int>(dtype)]); }
 inline std::optional<Dtype> kernel_dtype(const ScalarType& type) {
-  for (int i = 0; i < int(std::size(of_kernels)); ++i)
-    if (type.name == of_kernels[i]) return Dtype(i);
+  for (int i = 0; i < int(std::size(kernel_type_names)); ++i)
+    if (type.name == kernel_type_names[i]) return Dtype(i);
   return {};
 }
 
@@ -87,7 +87,7 @@ class Tensor {
 };
 using OptionalTensor = std::optional<Tensor>;
 
-inline ScalarType type_of(const Tensor& t) { return t.type(); }
+inline ScalarType tensor_type(const Tensor& t) { return t.type(); }
 inline bool same_device(const Tensor& t, const Tensor& like) { return t.device().equal(like.device()); }
 inline bool takes_float64(const Tensor& t) { return std::string(py::str(t.device().attr("type"))) != "cuda"; }
 
@@ -95,16 +95,16 @@ inline bool takes_float64(const Tensor& t) { return std::string(py::str(t.device
 
 // The conversion of arguments of functions that Python calls. It accepts any object, since the op's schema has checked the type.
 namespace pybind11::detail {
-template <class T> struct of_any_object {
+template <class T> struct any_object_caster {
   PYBIND11_TYPE_CASTER(T, const_name("Any"));
   bool load(handle source, bool) {
     value = T(reinterpret_borrow<object>(source));
     return true;
   }
 };
-template <> struct type_caster<liger::python::Size> : of_any_object<liger::python::Size> {
+template <> struct type_caster<liger::python::Size> : any_object_caster<liger::python::Size> {
   static handle cast(const liger::python::Size& size, return_value_policy, handle) { return object(size.object()).release(); }
 };
-template <> struct type_caster<liger::python::ScalarType> : of_any_object<liger::python::ScalarType> {};
-template <> struct type_caster<liger::python::Tensor> : of_any_object<liger::python::Tensor> {};
+template <> struct type_caster<liger::python::ScalarType> : any_object_caster<liger::python::ScalarType> {};
+template <> struct type_caster<liger::python::Tensor> : any_object_caster<liger::python::Tensor> {};
 }  // namespace pybind11::detail

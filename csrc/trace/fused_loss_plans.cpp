@@ -14,31 +14,33 @@ const Fact hidden{"hidden", 1}, chunk_rows{"chunk_rows"}, chunk_classes{"chunk_c
 const Fact overlaid{"overlaid"};  // the strategy overlaid, which stores the gradients of chunk_classes classes
 const Fact moments{"moments"};  // of log-probabilities: the entropy
 
-trace::LossPlan plan_of(const Call& call, const trace::LossCall& of) {
+trace::LossPlan loss_plan(const Call& call, const trace::LossCall& loss_call) {
   trace::LossPlan plan;
   plan.rows = call[chunk_rows] > 0 ? call[chunk_rows] : std::max<int64_t>(1, call.rows);
   plan.classes = call[chunk_classes] > 0 ? call[chunk_classes] : call.cols;
   if (call[overlaid] && call.rows > 0) plan.gradients = Gradients::overlaid;
-  else plan.gradients = gradients_of(of.dx, of.dweight, call.rows <= plan.rows && call.cols <= plan.classes, of.per_row);
+  else
+    plan.gradients =
+        gradient_strategy(loss_call.dx, loss_call.dweight, call.rows <= plan.rows && call.cols <= plan.classes, loss_call.per_row);
   return plan;
 }
 
 // Traces a call with all gradients, and returns the launches of its forward or of its backward.
 Launches traced(const DeviceProfile& device, const Call& call, bool backward) {
-  trace::LossCall of{.rows = call.rows, .hidden = call[hidden], .vocab = call.cols};
-  of.compute = of.x = of.weight = call.element_bytes == 2 ? Dtype::bf16 : Dtype::f32;
-  if (call[bias]) of.bias = of.compute, of.dbias = true;
-  of.per_row = call[per_row] != 0;
-  of.softcap = call[full] != 0;
-  of.moments = call[moments] != 0;
-  of.aligned = call.aligned;
-  const Rates rates = rates_of(&device);
+  trace::LossCall loss_call{.rows = call.rows, .hidden = call[hidden], .vocab = call.cols};
+  loss_call.compute = loss_call.x = loss_call.weight = call.element_bytes == 2 ? Dtype::bf16 : Dtype::f32;
+  if (call[bias]) loss_call.bias = loss_call.compute, loss_call.dbias = true;
+  loss_call.per_row = call[per_row] != 0;
+  loss_call.softcap = call[full] != 0;
+  loss_call.moments = call[moments] != 0;
+  loss_call.aligned = call.aligned;
+  const Rates rates = device_rates(&device);
   trace::Recorder recorder(&device, rates, true);
   recorder.knobs = &call.knobs;
-  const size_t of_forward = trace_fused_loss(of, plan_of(call, of), recorder);
+  const size_t forward_kernels = trace_fused_loss(loss_call, loss_plan(call, loss_call), recorder);
   Launches out;
   const auto& all = recorder.kernels;
-  for (size_t i = backward ? of_forward : 0; i < (backward ? all.size() : of_forward); ++i) out.push_back(all[i].launch);
+  for (size_t i = backward ? forward_kernels : 0; i < (backward ? all.size() : forward_kernels); ++i) out.push_back(all[i].launch);
   return out;
 }
 Launches fused_loss(const DeviceProfile& device, const Call& call) { return traced(device, call, false); }

@@ -10,22 +10,22 @@
 namespace liger::trace {
 namespace {
 
-Recorder& recorder_of(Stream stream) { return *static_cast<Recorder*>(stream.handle); }
+Recorder& stream_recorder(Stream stream) { return *static_cast<Recorder*>(stream.handle); }
 
 // Records a pass over `bytes` bytes of memory.
 template <class Launch> void pass(Stream stream, int64_t bytes, Launch launch) {
-  Recorder& recorder = recorder_of(stream);
+  Recorder& recorder = stream_recorder(stream);
   recorder.seconds += double(recorder.times) * pass_seconds(recorder.rates, double(bytes));
   if (recorder.lists && recorder.gpu) recorder.kernels.push_back({launch(*recorder.gpu, recorder.knobs), recorder.times});
 }
 // Returns a function that computes the launch of an op, with the recorder's knobs if the op takes knobs.
 template <class Op> auto launch(const Op& op) {
   return [&op](const launch::DeviceProfile& device, const launch::Knobs* knobs) {
-    if constexpr (requires { launch::launch_of(device, op, knobs); }) return launch::launch_of(device, op, knobs);
-    else return launch::launch_of(device, op);
+    if constexpr (requires { launch::op_launch(device, op, knobs); }) return launch::op_launch(device, op, knobs);
+    else return launch::op_launch(device, op);
   };
 }
-int64_t matrix_bytes(const CrossEntropyRows& row, Dtype dtype) { return row.rows * row.vocab * size_of(dtype); }
+int64_t matrix_bytes(const CrossEntropyRows& row, Dtype dtype) { return row.rows * row.vocab * dtype_bytes(dtype); }
 
 }  // namespace
 
@@ -36,7 +36,7 @@ void cross_entropy_forward(const CrossEntropyRows& op, Stream stream) {
 }
 
 void cross_entropy_backward(const CrossEntropyBackward& op, Stream stream) {
-  if (op.rows * op.vocab > 0) pass(stream, 2 * op.rows * op.vocab * size_of(op.logits.dtype), launch(op));
+  if (op.rows * op.vocab > 0) pass(stream, 2 * op.rows * op.vocab * dtype_bytes(op.logits.dtype), launch(op));
 }
 
 void cross_entropy_in_place(const CrossEntropyInPlace& op, Stream stream) {
@@ -44,12 +44,12 @@ void cross_entropy_in_place(const CrossEntropyInPlace& op, Stream stream) {
 }
 
 bool cross_entropy_takes_chunks(const CrossEntropyInChunks& op, Stream stream) {
-  const Recorder& recorder = recorder_of(stream);
-  return recorder.gpu && launch::launch_of(*recorder.gpu, op, recorder.knobs).has_value();
+  const Recorder& recorder = stream_recorder(stream);
+  return recorder.gpu && launch::op_launch(*recorder.gpu, op, recorder.knobs).has_value();
 }
 void cross_entropy_in_chunks(const CrossEntropyInChunks& op, Stream stream) {
   pass(stream, 2 * matrix_bytes(op.row, op.row.logits.dtype),
-       [&](const launch::DeviceProfile& device, const launch::Knobs* knobs) { return launch::launch_of(device, op, knobs).value(); });
+       [&](const launch::DeviceProfile& device, const launch::Knobs* knobs) { return launch::op_launch(device, op, knobs).value(); });
 }
 
 void cross_entropy_statistics(const CrossEntropyStatistics& op, Stream stream) {
@@ -57,37 +57,37 @@ void cross_entropy_statistics(const CrossEntropyStatistics& op, Stream stream) {
 }
 void cross_entropy_merge(const CrossEntropyMerge& op, Stream stream) {
   if (op.row.rows > 0)
-    pass(stream, op.row.rows * op.chunks * CrossEntropyStatistics::slots_of(op.row.moments()) * size_of(op.accumulator), launch(op));
+    pass(stream, op.row.rows * op.chunks * CrossEntropyStatistics::slot_count(op.row.moments()) * dtype_bytes(op.accumulator), launch(op));
 }
 
 void cross_entropy_reduce(const CrossEntropyReduce& op, Stream stream) {
   if (op.counting && op.reduction == Reduction::none) cross_entropy_counts(*op.counting, stream);
-  if (op.rows > 0 || op.reduction != Reduction::none) pass(stream, op.rows * size_of(op.accumulator), launch(op));
+  if (op.rows > 0 || op.reduction != Reduction::none) pass(stream, op.rows * dtype_bytes(op.accumulator), launch(op));
 }
 
 void scale_cast(const ScaleCast& op, Stream stream) {
-  if (op.rows * op.cols > 0) pass(stream, op.rows * op.cols * (size_of(op.in.dtype) + size_of(op.out.dtype)), launch(op));
+  if (op.rows * op.cols > 0) pass(stream, op.rows * op.cols * (dtype_bytes(op.in.dtype) + dtype_bytes(op.out.dtype)), launch(op));
 }
 void fill_rows(const FillRows& op, Stream stream) {
-  if (op.rows * op.cols > 0) pass(stream, op.rows * op.cols * size_of(op.matrix.dtype), launch(op));
+  if (op.rows * op.cols > 0) pass(stream, op.rows * op.cols * dtype_bytes(op.matrix.dtype), launch(op));
 }
 int64_t column_sum_workspace(const ColumnSum& op, Stream stream) {
-  const Recorder& recorder = recorder_of(stream);
-  return recorder.gpu ? launch::column_sum_bytes(launch::launch_of(*recorder.gpu, op)) : 0;
+  const Recorder& recorder = stream_recorder(stream);
+  return recorder.gpu ? launch::column_sum_bytes(launch::op_launch(*recorder.gpu, op)) : 0;
 }
 void column_sum(const ColumnSum& op, Stream stream) {
   if (op.cols == 0) return;
-  pass(stream, op.rows * op.cols * size_of(op.in.dtype), launch(op));
+  pass(stream, op.rows * op.cols * dtype_bytes(op.in.dtype), launch(op));
   pass(stream, op.cols * int64_t{sizeof(float)}, [&](const launch::DeviceProfile& device, const launch::Knobs*) {
-    return launch::sum_columns(device, launch::launch_of(device, op).plan.partial_rows, op.cols, 0);
+    return launch::sum_columns(device, launch::op_launch(device, op).plan.partial_rows, op.cols, 0);
   });
 }
 void scalar_product(const ScalarProduct& op, Stream stream) { pass(stream, 0, launch(op)); }
 
 void gemm(const Gemm& op, Stream stream) {
   if (op.m == 0 || op.n == 0) return;
-  Recorder& recorder = recorder_of(stream);
-  const int64_t operand = size_of(op.a.dtype), result = size_of(op.c_dtype);
+  Recorder& recorder = stream_recorder(stream);
+  const int64_t operand = dtype_bytes(op.a.dtype), result = dtype_bytes(op.c_dtype);
   // On a GPU an epilogue adds the bias to a 16-bit result (gpu/gemm.cu); otherwise C is filled with the bias first.
   if (op.bias && !(recorder.gpu && result == 2 && op.k > 0)) return gemm(with_bias_in_c(op, stream), stream);
   recorder.multiplications += recorder.times * op.m * op.n * op.k;

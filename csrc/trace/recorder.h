@@ -44,12 +44,12 @@ class Recorder {
   // Returns an address that no other allocation has.
   char* allocate(int64_t bytes) {
     if (counts) live += bytes, peak = live > peak ? live : peak;
-    if (counts && rates.fresh > 0 && bytes >= from_the_system) seconds += double(times * bytes) / rates.fresh;
+    if (counts && rates.fresh > 0 && bytes >= fresh_min_bytes) seconds += double(times * bytes) / rates.fresh;
     char* const address = next_ + offset;
     next_ += (bytes + 1023) / 512 * 512;
     return address;
   }
-  static constexpr int64_t from_the_system = 32 << 20;  // a CPU's allocator reuses memory for smaller allocations
+  static constexpr int64_t fresh_min_bytes = 32 << 20;  // a CPU's allocator reuses memory for smaller allocations
   void release(int64_t bytes) { live -= bytes; }
   bool counts = true;  // false while the arguments of the call are allocated: their memory does not count
   int64_t offset = 0;  // bytes added to every address; 0: addresses are aligned

@@ -22,7 +22,7 @@ Tensor::Tensor(Recorder& recorder, std::span<const int64_t> sizes, std::span<con
     sizes_[i] = sizes[i], strides_[i] = strides[i];
     span = sizes[i] == 0 || span == 0 ? 0 : span + (sizes[i] - 1) * strides[i];
   }
-  memory_ = std::make_shared<Memory>(recorder, span * size_of_type(type));
+  memory_ = std::make_shared<Memory>(recorder, span * type_bytes(type));
 }
 
 int64_t Tensor::numel() const {
@@ -39,8 +39,8 @@ bool Tensor::is_contiguous() const {
 void* Tensor::data_ptr() const { return memory_->address + offset_; }
 Recorder& Tensor::recorder() const { return memory_->recorder; }
 
-Tensor part_of(Tensor t, int64_t dim, int64_t start, int64_t length) {
-  t.offset_ += start * t.stride(dim) * size_of_type(t.type_);
+Tensor narrow_view(Tensor t, int64_t dim, int64_t start, int64_t length) {
+  t.offset_ += start * t.stride(dim) * type_bytes(t.type_);
   t.sizes_[size_t(dim)] = length;
   return t;
 }

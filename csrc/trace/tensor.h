@@ -32,7 +32,7 @@ class Tensor {
   Recorder& recorder() const;
 
  private:
-  friend Tensor part_of(Tensor t, int64_t dim, int64_t start, int64_t length);
+  friend Tensor narrow_view(Tensor t, int64_t dim, int64_t start, int64_t length);
   struct Memory;
   std::shared_ptr<Memory> memory_;
   int64_t offset_ = 0;  // bytes
@@ -42,9 +42,9 @@ class Tensor {
 };
 
 constexpr bool has_streams = false;
-constexpr int64_t size_of_type(ScalarType type) { return type == ScalarType::Long ? 8 : size_of(Dtype(type)); }
+constexpr int64_t type_bytes(ScalarType type) { return type == ScalarType::Long ? 8 : dtype_bytes(Dtype(type)); }
 const char* dtype_name(ScalarType type);
-inline ScalarType type_of(const Tensor& t) { return t.scalar_type(); }
+inline ScalarType tensor_type(const Tensor& t) { return t.scalar_type(); }
 inline ScalarType scalar_type(Dtype dtype) { return ScalarType(dtype); }
 inline std::optional<Dtype> kernel_dtype(ScalarType type) { return type == ScalarType::Long ? std::optional<Dtype>() : Dtype(type); }
 inline bool same_device(const Tensor&, const Tensor&) { return true; }

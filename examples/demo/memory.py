@@ -58,7 +58,7 @@ def measure(
     loss(8)  # libraries initialise
     before = meter.reset()
     loss(seq)
-    of_loss = meter.peak() - before
+    loss_bytes = meter.peak() - before
 
     model.model = layers
     optimizer = optimizer_for(model, 0.0)
@@ -67,7 +67,7 @@ def measure(
         optimizer.zero_grad(set_to_none=True)
         model(input_ids=tokens[:, :rows], labels=tokens[:, :rows], use_cache=False).loss.backward()
         optimizer.step()
-    return {"loss": of_loss, "step": meter.peak() - (0 if device.type == "cuda" else empty)}
+    return {"loss": loss_bytes, "step": meter.peak() - (0 if device.type == "cuda" else empty)}
 
 
 def measure_apart(name: str, config: LlamaConfig, plan: Plan) -> dict[str, int] | None:

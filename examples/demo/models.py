@@ -68,12 +68,12 @@ def load(name: str) -> tuple[PretrainedConfig, Callable[[], torch.nn.Module], Ca
         )
         return config, lambda: LlamaForCausalLM(config), hashed_words(config.vocab_size)
     folder, options = _pretrained(name)
-    tokenizer = tokenizer_of(name)
+    tokenizer = load_tokenizer(name)
     model = AutoModelForCausalLM.from_pretrained(folder, **options)
     return model.config, lambda: model, lambda text: tokenizer(text, verbose=False)["input_ids"]
 
 
-def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder, or of the default model."""
     folder, options = _pretrained(name)
     return AutoTokenizer.from_pretrained(folder, **options)

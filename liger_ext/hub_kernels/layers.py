@@ -12,7 +12,7 @@ from torch import nn
 
 from liger_ext.models.modules import mlp, norms
 from liger_ext.models.modules.rope import known_rope
-from liger_ext.models.patches import patch_of
+from liger_ext.models.patches import find_patch
 from liger_ext.models.patching.calls import has_known_methods
 from liger_ext.models.patching.swap import is_plain_tensor
 from liger_ext.models.patching.warn import warn
@@ -42,14 +42,14 @@ class MLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         cls = type(self)
         patch = cls.liger_patch if _kind(cls) is mlp.MLP else None
-        unit = patch and patch.unit_of(self)
-        if unit is None or not mlp.only_activation_runs(getattr(self, patch.ACTIVATION)):
+        activation = patch and patch.activation_op(self)
+        if activation is None or not mlp.only_activation_runs(getattr(self, patch.ACTIVATION)):
             return cls.forward(self, x)
         gate, up, down = getattr(self, patch.GATE), getattr(self, patch.UP), getattr(self, patch.DOWN)
         gate, up = gate(x), up(x)
         if gate.dtype != up.dtype or gate.shape != up.shape:  # adapters of some projections may change either
             return down(getattr(self, patch.ACTIVATION)(gate) * up)
-        op, *options = unit
+        op, *options = activation
         return down(op(gate, up, *options))
 
 
@@ -82,7 +82,7 @@ def _kind(cls: type[nn.Module]) -> type | None:
 def _find_number(cls: type[nn.Module]) -> int | None:
     if cls.__module__.startswith("liger_ext."):
         return None
-    patch = patch_of(cls)
+    patch = find_patch(cls)
     is_ours = patch is not None and patch.__bases__[0] in _KINDS
     if not is_ours or getattr(patch, "BEFORE_DOWN", None) or getattr(patch, "FACTOR", None):
         warn(f"{cls.__name__}: liger_ext has no layer for this code, so the class's own forward runs")

@@ -22,7 +22,7 @@ import types
 from pathlib import Path
 
 import liger_ext
-from liger_ext.models.model_types import FUNCTION_OF
+from liger_ext.models.model_types import FUNCTION_TYPES
 from liger_ext.models.patching.swap import PatchHandle
 
 NAME = "liger_kernel"
@@ -50,11 +50,11 @@ _PARTS = {
 }
 MODULES = frozenset((NAME, *(f"{parent}.{part}" for parent, parts in _PARTS.items() for part in parts.split())))
 
-_OF_LIGER_KERNEL = ("Liger", "liger_", "apply_")
-_PUBLIC = frozenset(name for name in liger_ext.__all__ if name.startswith((*_OF_LIGER_KERNEL, "CrossEntropyOutput")))
-_PATCHES = frozenset(f"apply_liger_kernel_to_{model_type}" for model_type in FUNCTION_OF)
+_LIGER_PREFIXES = ("Liger", "liger_", "apply_")
+_PUBLIC = frozenset(name for name in liger_ext.__all__ if name.startswith((*_LIGER_PREFIXES, "CrossEntropyOutput")))
+_PATCHES = frozenset(f"apply_liger_kernel_to_{model_type}" for model_type in FUNCTION_TYPES)
 _LOSSES = "CPO DPO GRPO KTO ORPO SimPO"
-_FILES = {  # the names in each file beside this one
+_NAMES_BY_FILE = {  # the names in each file beside this one
     "chunked_loss": " ".join(
         f"LigerFusedLinear{loss}Function LigerFusedLinear{loss}Loss liger_fused_linear_{loss.lower()}"
         for loss in _LOSSES.split()
@@ -73,9 +73,9 @@ _FILES = {  # the names in each file beside this one
         PEFT_AVAILABLE get_total_gpu_memory infer_comm_backend infer_device is_hip is_npu_available is_peft_available
         transformers_version_dispatch""",
 }
-_FILE_OF = {name: file for file, names in _FILES.items() for name in names.split()}
+_FILE_BY_NAME = {name: file for file, names in _NAMES_BY_FILE.items() for name in names.split()}
 
-_WE = f"liger_ext, which answers to the name {NAME} here (liger_ext.compat.install()), has"
+_WHO = f"liger_ext, which answers to the name {NAME} here (liger_ext.compat.install()), has"
 
 _installed = 0  # the number of active handles
 
@@ -116,7 +116,7 @@ class _Finder(importlib.metadata.DistributionFinder):
             return None
         if name not in MODULES:
             # `name=NAME`, since `from module import missing` suppresses an error whose name is the missing module's.
-            raise ModuleNotFoundError(f"{_WE} no {name}. docs/liger_kernel_names.md lists its names.", name=NAME)
+            raise ModuleNotFoundError(f"{_WHO} no {name}. docs/liger_kernel_names.md lists its names.", name=NAME)
         spec = importlib.machinery.ModuleSpec(name, _Loader(), origin="liger_ext.compat", is_package=True)
         spec.submodule_search_locations = []
         return spec
@@ -150,7 +150,7 @@ class _Loader:
 def _names(module: str) -> list[str]:
     """Returns the names that ``from module import *`` imports."""
     part = [*module.split("."), ""][1]
-    names = (n for n, file in _FILE_OF.items() if file == part and n != "torch_to_triton_dtype" and n[0] != "_")
+    names = (n for n, file in _FILE_BY_NAME.items() if file == part and n != "torch_to_triton_dtype" and n[0] != "_")
     return sorted([*names, *(_PUBLIC | _PATCHES if part == "transformers" else ())])
 
 
@@ -158,15 +158,15 @@ def _find(module: str, name: str) -> object:
     """Returns the object that `module` has under `name`."""
     if f"{module}.{name}" in MODULES:
         return importlib.import_module(f"{module}.{name}")
-    if name in _FILE_OF:
-        return getattr(importlib.import_module(f"{__name__}.{_FILE_OF[name]}"), name)
+    if name in _FILE_BY_NAME:
+        return getattr(importlib.import_module(f"{__name__}.{_FILE_BY_NAME[name]}"), name)
     if name in _PATCHES:
         return importlib.import_module(f"{__name__}.transformers").patch_function(name)
     if name in _PUBLIC:
         return getattr(liger_ext, name)
-    if name.startswith(_OF_LIGER_KERNEL):
+    if name.startswith(_LIGER_PREFIXES):
         return _absent(module, name)
-    raise AttributeError(f"{_WE} no {module}.{name}")
+    raise AttributeError(f"{_WHO} no {module}.{name}")
 
 
 def _absent(module: str, name: str) -> type:
@@ -175,7 +175,7 @@ def _absent(module: str, name: str) -> type:
         advice = "liger_ext.apply_liger_kernel_to_instance(model) patches the known parts of any model"
 
     def refuse(*_, **__):
-        raise NotImplementedError(f"{_WE} no {name}. {advice}")
+        raise NotImplementedError(f"{_WHO} no {name}. {advice}")
 
     return type(name, (), {"__new__": refuse, "apply": refuse, "__module__": module})
 

@@ -35,7 +35,7 @@ class LigerCrossEntropyFunction:
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Calls :func:`liger_ext.functional.cross_entropy`. Returns loss, z_loss, token_accuracy and predicted_tokens;
         a result without its option is None."""
-        return _four(
+        return _four_results(
             functional.cross_entropy(
                 _input, target, weight, ignore_index, reduction, label_smoothing, lse_square_scale, softcap,
                 return_z_loss, return_token_accuracy, return_predicted_tokens,
@@ -67,7 +67,7 @@ class LigerFusedLinearCrossEntropyFunction:
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Calls :func:`liger_ext.functional.fused_linear_cross_entropy`. Returns loss, z_loss, token_accuracy and
         predicted_tokens; a result without its option is None."""
-        return _four(
+        return _four_results(
             functional.fused_linear_cross_entropy(
                 _input, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction,
                 softcap, return_z_loss, accum_dtype, use_token_scaling, return_token_accuracy, return_predicted_tokens,
@@ -75,7 +75,9 @@ class LigerFusedLinearCrossEntropyFunction:
         )  # fmt: skip
 
 
-def _four(result: Tensor | functional.CrossEntropyOutput) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+def _four_results(
+    result: Tensor | functional.CrossEntropyOutput,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     return (result, None, None, None) if isinstance(result, Tensor) else tuple(result)
 
 
@@ -153,9 +155,9 @@ class LigerFusedLinearScaledCrossEntropyFunction:
         results = [0 - log_probs, *(t.to(_input.dtype) for t in entropy)]
         if selected_token_ids is not None:
             counts = target != ignore_index
-            of_target = (_input.float() * weight[torch.where(counts, target, 0)].float()).sum(-1) / temperature
-            of_selected = (_input @ weight[selected_token_ids].T).float() / temperature
-            results.append(torch.where(counts[:, None], of_selected + (log_probs - of_target)[:, None], 0.0))
+            target_logits = (_input.float() * weight[torch.where(counts, target, 0)].float()).sum(-1) / temperature
+            selected_logits = (_input @ weight[selected_token_ids].T).float() / temperature
+            results.append(torch.where(counts[:, None], selected_logits + (log_probs - target_logits)[:, None], 0.0))
         return results[0] if len(results) == 1 else tuple(results)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from liger_ext.functional import CrossEntropyOutput
 from liger_ext.models import auto, families
-from liger_ext.models.model_types import FUNCTION_OF
+from liger_ext.models.model_types import FUNCTION_TYPES
 from liger_ext.models.modules.as_liger_kernel import current_fused_loss
 from liger_ext.models.modules.loss import VALUE_OPTIONS, LigerCausalLMOutputWithPast, shift
 from liger_ext.models.patching.swap import PatchHandle, is_fsdp1
@@ -30,36 +30,36 @@ __all__ = [
 
 
 @functools.cache
-def _of_family(family: str) -> Callable[..., PatchHandle]:
+def _family_patch(family: str) -> Callable[..., PatchHandle]:
     return families.patch_function(family, as_liger_kernel=True)
 
 
 def patch_function(name: str) -> Callable[..., PatchHandle]:
     """Returns the function ``apply_liger_kernel_to_<model type>``. For the type of a part of a model, it returns the
     function of the whole model."""
-    return _of_family(FUNCTION_OF[name.removeprefix("apply_liger_kernel_to_")])
+    return _family_patch(FUNCTION_TYPES[name.removeprefix("apply_liger_kernel_to_")])
 
 
 # Callers look up model types in this table, and may add functions.
-MODEL_TYPE_TO_APPLY_LIGER_FN = {model_type: _of_family(family) for model_type, family in FUNCTION_OF.items()}
+MODEL_TYPE_TO_APPLY_LIGER_FN = {model_type: _family_patch(family) for model_type, family in FUNCTION_TYPES.items()}
 
 
-def _function_of(model_type: str) -> Callable[..., PatchHandle]:
-    return MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type) or _of_family(model_type)
+def _patch_function(model_type: str) -> Callable[..., PatchHandle]:
+    return MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type) or _family_patch(model_type)
 
 
 def _apply_liger_kernel(model_type: str, **options) -> PatchHandle:
     """Calls the patch function of a model type, as :func:`liger_ext.apply_liger_kernel`."""
-    return auto.patch_type(model_type, options, MODEL_TYPE_TO_APPLY_LIGER_FN, _function_of)
+    return auto.patch_type(model_type, options, MODEL_TYPE_TO_APPLY_LIGER_FN, _patch_function)
 
 
 def _apply_liger_kernel_to_instance(model: nn.Module, **options) -> PatchHandle:
     """Patches a model, as :func:`liger_ext.apply_liger_kernel_to_instance`."""
-    return auto.patch_instance(model, options, MODEL_TYPE_TO_APPLY_LIGER_FN, _function_of)
+    return auto.patch_instance(model, options, MODEL_TYPE_TO_APPLY_LIGER_FN, _patch_function)
 
 
 class AutoLigerKernelForCausalLM(auto.AutoLigerKernelForCausalLM):
-    _function_of = staticmethod(_function_of)
+    _patch_function = staticmethod(_patch_function)
 
 
 def LigerForCausalLMLoss(
@@ -120,12 +120,12 @@ class _FSDPForwardRedirection:
                 f"wrapper_module is of {type(wrapper_module)}, expected torch's FullyShardedDataParallel (FSDP1)"
             )
         inner = wrapper_module.module
-        own = vars(inner).get("forward")
+        previous = vars(inner).get("forward")
 
         def restore() -> None:
             vars(inner).pop("forward", None)
-            if own is not None:
-                inner.forward = own
+            if previous is not None:
+                inner.forward = previous
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             restore()  # `method` may call it

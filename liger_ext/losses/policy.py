@@ -158,8 +158,8 @@ def grpo_loss(
     elif loss_type == "dr_grpo":
         loss = loss.sum() / (max(1, mask.shape[0]) * max_completion_length)
     else:
-        given = normalizer if normalizer is not None and loss_type != "bnpo" else tokens.clamp(min=1)
-        loss = loss.sum() / (given.reshape(()) if isinstance(given, Tensor) else given)
+        divisor = normalizer if normalizer is not None and loss_type != "bnpo" else tokens.clamp(min=1)
+        loss = loss.sum() / (divisor.reshape(()) if isinstance(divisor, Tensor) else divisor)
     if entropy is not None and entropy_coef != 0:
         weights = mask if policy_mask is None else mask * policy_mask
         loss = loss - entropy_coef * (torch.where(valid, entropy, 0.0) * weights).sum() / weights.sum().clamp(min=1)
@@ -242,40 +242,40 @@ def high_entropy_mask(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
     check_number("high_entropy_mask", "share", share, "a number in (0, 1]", lambda share: 0 < share <= 1)
     check_shapes("high_entropy_mask", entropy=entropy, mask=mask)
     valid = mask != 0
-    of_tokens = entropy.detach()[valid].float().sort().values
-    if of_tokens.numel() == 0:
+    token_entropies = entropy.detach()[valid].float().sort().values
+    if token_entropies.numel() == 0:
         return valid
-    least = of_tokens[math.ceil(round((1 - share) * (of_tokens.numel() - 1), 6))]
+    least = token_entropies[math.ceil(round((1 - share) * (token_entropies.numel() - 1), 6))]
     return valid & (entropy.detach() >= least)
 
 
-def _check(given: dict) -> None:
-    op, log_probs, kind = "grpo_loss", given["log_probs"], given["loss_type"]
-    _check_types(op, kind, given["importance_sampling_level"])
-    if kind == "dr_grpo" and given["max_completion_length"] is None:
+def _check(options: dict) -> None:
+    op, log_probs, kind = "grpo_loss", options["log_probs"], options["loss_type"]
+    _check_types(op, kind, options["importance_sampling_level"])
+    if kind == "dr_grpo" and options["max_completion_length"] is None:
         raise ValueError("max_completion_length must be provided for loss_type 'dr_grpo', and is None")
     for name in ("beta", "epsilon_low", "epsilon_high"):
-        check_number(op, name, given[name], "a number, at least 0", lambda value: value >= 0)
-    check_number(op, "entropy_coef", given["entropy_coef"], "a number", lambda _: True)
+        check_number(op, name, options[name], "a number, at least 0", lambda value: value >= 0)
+    check_number(op, "entropy_coef", options["entropy_coef"], "a number", lambda _: True)
     positive = ["sapo_temperature_pos", "sapo_temperature_neg"] if kind == "sapo" else []
-    given_alone = ["delta", "max_completion_length"]
-    if not isinstance(given["normalizer"], Tensor):
-        given_alone.append("normalizer")
-    elif given["normalizer"].numel() != 1:
-        raise ValueError(f"{op}: normalizer has shape {tuple(given['normalizer'].shape)}, expected one number")
-    positive += [name for name in given_alone if given[name] is not None]
-    check_positive(op, **{name: given[name] for name in positive})
+    optional = ["delta", "max_completion_length"]
+    if not isinstance(options["normalizer"], Tensor):
+        optional.append("normalizer")
+    elif options["normalizer"].numel() != 1:
+        raise ValueError(f"{op}: normalizer has shape {tuple(options['normalizer'].shape)}, expected one number")
+    positive += [name for name in optional if options[name] is not None]
+    check_positive(op, **{name: options[name] for name in positive})
     for option, needed in (("beta", "ref_log_probs"), ("entropy_coef", "entropy")):
-        if given[option] != 0 and given[needed] is None:
-            raise ValueError(f"{op}: {option} is {given[option]!r} and {needed} is None: pass it, or {option}=0")
+        if options[option] != 0 and options[needed] is None:
+            raise ValueError(f"{op}: {option} is {options[option]!r} and {needed} is None: pass it, or {option}=0")
     if log_probs.dim() != 2:
         raise ValueError(f"{op}: log_probs has shape {tuple(log_probs.shape)}, expected (sequences, tokens)")
     check_shapes(
-        op, log_probs=log_probs, **{n: given[n] for n in ("mask", "old_log_probs", "ref_log_probs", "entropy")}
+        op, log_probs=log_probs, **{n: options[n] for n in ("mask", "old_log_probs", "ref_log_probs", "entropy")}
     )
     for name in ("advantages", "sampling_ratio"):
-        _check_advantages(op, name, given[name], log_probs)
-    policy = given["policy_mask"]
+        _check_advantages(op, name, options[name], log_probs)
+    policy = options["policy_mask"]
     if policy is not None:
         sizes = zip(policy.shape[::-1], log_probs.shape[::-1], strict=False)
         if policy.dim() > 2 or any(size not in (1, full) for size, full in sizes):

@@ -161,7 +161,7 @@ def cpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1, label_smoot
     Raises:
         ValueError: an option outside its range; shapes that differ.
     """
-    return _of_difference("cpo_loss", chosen, rejected, beta, 0.0, label_smoothing)
+    return _pair_loss("cpo_loss", chosen, rejected, beta, 0.0, label_smoothing)
 
 
 def simpo_loss(
@@ -172,10 +172,10 @@ def simpo_loss(
     It is :func:`cpo_loss` with ``d = beta * (chosen - rejected) - gamma``. The log-probabilities must be averages over
     tokens (``answer_log_probs(..., average=True)``).
     """
-    return _of_difference("simpo_loss", chosen, rejected, beta, gamma, label_smoothing)
+    return _pair_loss("simpo_loss", chosen, rejected, beta, gamma, label_smoothing)
 
 
-def _of_difference(
+def _pair_loss(
     function: str, chosen: Tensor, rejected: Tensor, beta: float, gamma: float, label_smoothing: float
 ) -> Tensor:
     check_positive(function, beta=beta)

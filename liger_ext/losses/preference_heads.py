@@ -99,7 +99,7 @@ def _whole(t: Tensor) -> Tensor:
     return t.full_tensor() if hasattr(t, "full_tensor") else t  # a DTensor if the vocabulary is sharded
 
 
-def mean_of(t: Tensor) -> Tensor:
+def mean_or_zero(t: Tensor) -> Tensor:
     """Returns the mean, or 0 for an empty tensor."""
     return t.sum() / max(1, t.numel())
 
@@ -140,7 +140,7 @@ class _PairedLoss(AnswersLoss):
         log_probs = self.log_probs(all_x, weight, all_targets, bias, self.counted(all_targets, rows))
         answers = answer_log_probs(log_probs[: 2 * pairs], target != self.ignore_index, average=self.average_log_prob)
         chosen, rejected = answers[:pairs], answers[pairs:]
-        loss = mean_of(losses(chosen, rejected))
+        loss = mean_or_zero(losses(chosen, rejected))
         nll = loss.new_zeros(())
         if self.compute_nll_loss:
             first = 0 if nll_target is None else 2 * pairs
@@ -333,8 +333,8 @@ class LigerFusedLinearORPOLoss(_PairedLoss):
 
         loss, aux = self._loss(losses, _input, lin_weight, target, bias, rows, nll_target)
         odds = log_odds_ratio(*aux[:2])
-        of_odds = nn.functional.logsigmoid(odds), odds
-        return loss, (*aux, self.beta * aux[0], self.beta * aux[1], *map(mean_of, of_odds))
+        odds_results = nn.functional.logsigmoid(odds), odds
+        return loss, (*aux, self.beta * aux[0], self.beta * aux[1], *map(mean_or_zero, odds_results))
 
 
 class LigerFusedLinearKTOLoss(AnswersLoss):
@@ -388,12 +388,12 @@ class LigerFusedLinearKTOLoss(AnswersLoss):
         if self.use_ref_model:
             ref = self.reference(ref_input, ref_weight, target, ref_bias, rows)
         answers = self.answers(_input, lin_weight, target, bias, rows)
-        loss = mean_of(kto_loss(answers, preference_labels, ref, 0.0 if kl is None else kl, beta=self.beta))
+        loss = mean_or_zero(kto_loss(answers, preference_labels, ref, 0.0 if kl is None else kl, beta=self.beta))
         rewards = self.beta * (answers.detach() if ref is None else answers.detach() - ref)
         logits = logit_sums(_input, lin_weight, bias)
         desirable = preference_labels.bool()
         return loss, tuple(
-            torch.where(which, of, 0.0).sum()
-            for of in (answers.detach(), logits, rewards)
+            torch.where(which, values, 0.0).sum()
+            for values in (answers.detach(), logits, rewards)
             for which in (desirable, ~desirable)
         )

@@ -8,15 +8,15 @@ from collections.abc import Callable, Collection, Iterable
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from liger_ext.models.families import check_model, holds, holds_known_code, patch_function, type_of
-from liger_ext.models.model_types import FAMILIES, FUNCTION_OF
+from liger_ext.models.families import check_model, config_model_type, holds, holds_known_code, patch_function
+from liger_ext.models.model_types import FAMILIES, FUNCTION_TYPES
 from liger_ext.models.patching.swap import PatchHandle
 from liger_ext.models.patching.warn import warn
 
 
 def supported_model_types() -> tuple[str, ...]:
     """Returns the values of `config.model_type` that can be patched before a model is built."""
-    return tuple(FUNCTION_OF)
+    return tuple(FUNCTION_TYPES)
 
 
 def apply_liger_kernel(model_type: str, **options: bool | str | nn.Module | None) -> PatchHandle:
@@ -48,48 +48,48 @@ def apply_liger_kernel_to_instance(model: nn.Module, **options: bool | str | Non
 
 
 # Returns the patch function of a model type. Under Liger-Kernel's name this reads a table to which users may add.
-FunctionOf = Callable[[str], Callable[..., PatchHandle]]
+FunctionLookup = Callable[[str], Callable[..., PatchHandle]]
 
 
 def patch_type(
     model_type: str,
     options: dict[str, object],
-    known: Collection[str] = FUNCTION_OF,
-    function_of: FunctionOf = patch_function,
+    known: Collection[str] = FUNCTION_TYPES,
+    function_lookup: FunctionLookup = patch_function,
 ) -> PatchHandle:
-    """Implements `apply_liger_kernel` for the types `known`, whose functions `function_of` returns."""
+    """Implements `apply_liger_kernel` for the types `known`, whose functions `function_lookup` returns."""
     if model_type not in known:
         names = ", ".join(known)
         warn(f"model type {model_type!r} is not known to liger_ext and stays as it is (known: {names})")
         return PatchHandle()
-    return _patch(model_type, options, function_of)
+    return _patch(model_type, options, function_lookup)
 
 
 def patch_instance(
     model: nn.Module,
     options: dict[str, object],
-    known: Collection[str] = FUNCTION_OF,
-    function_of: FunctionOf = patch_function,
+    known: Collection[str] = FUNCTION_TYPES,
+    function_lookup: FunctionLookup = patch_function,
 ) -> PatchHandle:
-    """Implements `apply_liger_kernel_to_instance` for the types `known`, whose functions `function_of` returns."""
+    """Implements `apply_liger_kernel_to_instance` for the types `known`, whose functions `function_lookup` returns."""
     check_model(model)
-    model_type = next((found for found in map(type_of, model.modules()) if found is not None), None)
+    model_type = next((found for found in map(config_model_type, model.modules()) if found is not None), None)
     if model_type is None:
         warn(f"{type(model).__name__} has no config.model_type and stays as it is (known: {', '.join(known)})")
         return PatchHandle()
     options = {**options, "model": model}
     if model_type not in known and holds_known_code(model):
-        return _patch(model_type, options, function_of)
-    if model_type in known and not _can_patch(model, model_type, function_of):
+        return _patch(model_type, options, function_lookup)
+    if model_type in known and not _can_patch(model, model_type, function_lookup):
         warn(f"{type(model).__name__} of {type(model).__module__} runs no code that liger_ext knows and stays as it is")
         return PatchHandle()
-    return patch_type(model_type, options, known, function_of)
+    return patch_type(model_type, options, known, function_lookup)
 
 
-def _can_patch(model: nn.Module, model_type: str, function_of: FunctionOf = patch_function) -> bool:
+def _can_patch(model: nn.Module, model_type: str, function_lookup: FunctionLookup = patch_function) -> bool:
     """Returns whether the function of this type accepts `model`. A user's function may accept any model."""
-    is_ours = getattr(function_of(model_type), "__module__", "").startswith("liger_ext.")
-    return not is_ours or holds(model, FUNCTION_OF.get(model_type, model_type))
+    is_ours = getattr(function_lookup(model_type), "__module__", "").startswith("liger_ext.")
+    return not is_ours or holds(model, FUNCTION_TYPES.get(model_type, model_type))
 
 
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
@@ -100,7 +100,7 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
     `auto_map` of code that comes with weights (`trust_remote_code=True`) lists classes under that name.
     """
 
-    _function_of = staticmethod(patch_function)
+    _patch_function = staticmethod(patch_function)
 
     @classmethod
     def from_pretrained(
@@ -118,14 +118,14 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
         options = {name: kwargs.pop(name) for name in names & kwargs.keys()}
         model = build(*args, **kwargs)
         if _can_patch(model, model.config.model_type):
-            _patch(model.config.model_type, {**options, "model": model}, cls._function_of)
+            _patch(model.config.model_type, {**options, "model": model}, cls._patch_function)
         else:
             _warn_dropped(model.config.model_type, options)
         return model
 
 
-def _patch(model_type: str, options: dict[str, object], function_of: FunctionOf) -> PatchHandle:
-    patch = function_of(model_type)
+def _patch(model_type: str, options: dict[str, object], function_lookup: FunctionLookup) -> PatchHandle:
+    patch = function_lookup(model_type)
     names = _option_names(patch)
     _warn_dropped(model_type, {name for name, value in options.items() if name not in names and value is not None})
     return patch(**{name: value for name, value in options.items() if name in names})

@@ -19,18 +19,18 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.llama import modeling_llama
 
 from liger_ext.models import llama
-from liger_ext.models.model_types import FAMILIES, FUNCTION_OF, UNITS, folder_of
+from liger_ext.models.model_types import FAMILIES, FUNCTION_TYPES, MLP_SWITCHES, model_folder
 from liger_ext.models.modules.as_liger_kernel import mark
 from liger_ext.models.modules.causal_lm import CausalLM, CausalLMInside
 from liger_ext.models.modules.decoder import Attention, DecoderLayer
 from liger_ext.models.modules.experts import Experts
-from liger_ext.models.modules.head import Linear, heads_of
+from liger_ext.models.modules.head import Linear, linear_heads
 from liger_ext.models.modules.loss import MEMORY_LEVELS, causal_lm_cross_entropy
 from liger_ext.models.modules.mlp import MLP
 from liger_ext.models.modules.norms import LayerNorm, Norm
-from liger_ext.models.patches import is_left_alone, patch_of, patch_of_llamas, stock_classes
-from liger_ext.models.patching.classes import stock_class, written_class
-from liger_ext.models.patching.names import MODELS, class_of
+from liger_ext.models.patches import find_llama_patch, find_patch, is_left_alone, stock_classes
+from liger_ext.models.patching.classes import source_class, stock_class
+from liger_ext.models.patching.names import MODELS, find_class_by_name
 from liger_ext.models.patching.swap import PatchHandle, on_construction, swap_classes
 from liger_ext.models.patching.warn import warn
 from liger_ext.models.recognise.known import ENDS, knows_loss
@@ -100,7 +100,7 @@ def apply(
     *,
     model: nn.Module | None,
     memory: str | None,
-    unit: str = "swiglu",
+    mlp_switch: str = "swiglu",
     as_liger_kernel: bool = False,
     **switches: bool,
 ) -> PatchHandle:
@@ -110,12 +110,12 @@ def apply(
     another value than that call's raises ValueError, unless it applies to no module of `model`.
 
     Args:
-        unit: the name of the switch `swiglu` in this type's function.
+        mlp_switch: the name of the switch `swiglu` in this type's function.
         as_liger_kernel: the caller expects Liger-Kernel's behaviour. A switch that is None is off, and the logits of a
             training step that does not compute them are None. A model that is already patched keeps its options, and
             the log lists the switches that differ.
     """
-    names = {switch: unit if switch == "swiglu" else switch for switch in switches}
+    names = {switch: mlp_switch if switch == "swiglu" else switch for switch in switches}
     if as_liger_kernel:
         switches = {switch: False if value is None else value for switch, value in switches.items()}
     for switch, value in switches.items():
@@ -139,21 +139,21 @@ def apply(
         calls have set for modules of `root`, with their values."""
         modules, earlier = list(root.modules()), set()
         classes = stock_classes(modules)
-        _warn_of_unknown(classes, wanted, fused_loss or cross_entropy)
-        patches = [patch for patch in (*map(patch_of, classes), LayerNorm) if patch]
+        _warn_unknown(classes, wanted, fused_loss or cross_entropy)
+        patches = [patch for patch in (*map(find_patch, classes), LayerNorm) if patch]
         known = {patch: kind for kind in wanted for patch in patches if issubclass(patch, kind)}
         for patch, kind in known.items():
             are_patched = {module: isinstance(module, patch) for module in _taken(patch, modules)}
-            rest = _rest(_SWITCHES[kind], switches, are_patched, handle, earlier)
+            rest = _claim_modules(_SWITCHES[kind], switches, are_patched, handle, earlier)
             swap_classes(rest, patch, handle)
             if as_liger_kernel:
                 mark(rest, handle)
         if fused_loss:
             models = (module for module in modules if isinstance(module, CausalLM))
-            swap_classes([head for model in models for head in heads_of(model)], Linear, handle)
+            swap_classes([head for model in models for head in linear_heads(model)], Linear, handle)
         heads = [m for m in modules if hasattr(m, "lm_head") and isinstance(m, PreTrainedModel)]
         are_patched = {head: vars(head).get("_loss_function") is causal_lm_cross_entropy for head in heads}
-        _replace_loss(_rest("cross_entropy", switches, are_patched, handle, earlier), handle)
+        _replace_loss(_claim_modules("cross_entropy", switches, are_patched, handle, earlier), handle)
         _set_memory(modules, memory, handle, only_new=model is None)
         for module in modules:
             if isinstance(module, DecoderLayer):
@@ -162,7 +162,7 @@ def apply(
 
     with PatchHandle() as handle:  # an exception reverts the changes made so far
         if model is None:
-            for cls in _models_of(model_type):
+            for cls in _model_classes(model_type):
                 # The first hook decides, since later ones find the model patched. So the hook of the latest call goes
                 # first. A call by liger_kernel's name goes last: it overrides no other.
                 on_construction(cls, lambda m: patch_rest(m, PatchHandle()), handle, first=not as_liger_kernel)
@@ -171,7 +171,7 @@ def apply(
             differing = [switch for switch in switches if (switch, not switches[switch]) in earlier]
             said = ", ".join(f"{names[s]} is {not switches[s]} (asked for: {switches[s]})" for s in differing)
             if differing and not as_liger_kernel:
-                raise ValueError(f"{name} is patched already, with other options: {said}. {_WAYS_OUT}")
+                raise ValueError(f"{name} is patched already, with other options: {said}. {_PATCHED_HINT}")
             if earlier and as_liger_kernel:
                 level = logging.WARNING if differing else logging.INFO
                 _logger.log(level, f"{name} is patched already, and keeps its options{': ' if said else ''}{said}")
@@ -185,7 +185,7 @@ def apply(
 
 _logger = logging.getLogger("liger_ext")
 
-_WAYS_OUT = (
+_PATCHED_HINT = (
     "Call revert() on the handle of that call first. A model that was built under a patch of its class, or a copy, has "
     "no handle: pass the options that it has, or build it again without a patch and load the weights"
 )
@@ -204,7 +204,7 @@ _SWITCHES = {
 }
 
 
-def _rest(
+def _claim_modules(
     switch: str,
     switches: dict[str, bool],
     are_patched: dict[nn.Module, bool],
@@ -243,26 +243,26 @@ def _taken(patch: type[nn.Module], modules: list[nn.Module]) -> list[nn.Module]:
     stock = stock_class(patch)
     taken = [module for module in modules if isinstance(module, stock)]
     if patch is LayerNorm:
-        return [module for module in taken if written_class(type(module), stock) in (stock, patch)]
+        return [module for module in taken if source_class(type(module), stock) in (stock, patch)]
     if issubclass(patch, MLP | Experts):
-        return [module for module in taken if patch.unit_of(module) is not None]
+        return [module for module in taken if patch.activation_op(module) is not None]
     if issubclass(patch, DecoderLayer):
         norms = {module: getattr(module, patch.NORM, None) for module in taken}
-        one_of_each = {type(norm): norm for norm in norms.values()}
-        ours = {cls for cls, norm in one_of_each.items() if _is_norm(norm)}
+        norm_by_class = {type(norm): norm for norm in norms.values()}
+        ours = {cls for cls, norm in norm_by_class.items() if _is_norm(norm)}
         return [module for module, norm in norms.items() if type(norm) in ours]
     return taken
 
 
 def _is_norm(module: object) -> bool:
     """Returns whether `module` is a norm that is patched or can be."""
-    return any(issubclass(patch, Norm) for patch in map(patch_of, stock_classes([module])) if patch)
+    return any(issubclass(patch, Norm) for patch in map(find_patch, stock_classes([module])) if patch)
 
 
 def holds_known_code(model: nn.Module) -> bool:
     """Returns whether any module of `model` can be patched."""
     modules = list(model.modules())
-    return any(_taken(patch, modules) for patch in map(patch_of, stock_classes(modules)) if patch)
+    return any(_taken(patch, modules) for patch in map(find_patch, stock_classes(modules)) if patch)
 
 
 def holds(model: nn.Module, model_type: str) -> bool:
@@ -271,14 +271,14 @@ def holds(model: nn.Module, model_type: str) -> bool:
     code is known."""
     if model_type not in FAMILIES:
         return holds_known_code(model)
-    folder, classes = f"{MODELS}{folder_of(model_type)}.", stock_classes(model.modules())
-    if any(c.__module__.startswith(folder) or (model_type == "llama" and patch_of_llamas(c)) for c in classes):
+    folder, classes = f"{MODELS}{model_folder(model_type)}.", stock_classes(model.modules())
+    if any(c.__module__.startswith(folder) or (model_type == "llama" and find_llama_patch(c)) for c in classes):
         return True
-    types = map(type_of, model.modules())  # for remote code, whose classes are in no folder of transformers
-    return any(FUNCTION_OF.get(found) == model_type for found in types) and holds_known_code(model)
+    types = map(config_model_type, model.modules())  # for remote code, whose classes are in no folder of transformers
+    return any(FUNCTION_TYPES.get(found) == model_type for found in types) and holds_known_code(model)
 
 
-def type_of(module: nn.Module) -> str | None:
+def config_model_type(module: nn.Module) -> str | None:
     """Returns `module.config.model_type`, or None."""
     return getattr(getattr(module, "config", None), "model_type", None)
 
@@ -289,13 +289,13 @@ def patch_function(model_type: str, as_liger_kernel: bool = False) -> Callable[.
     `as_liger_kernel`: see `apply`. `inspect.signature` then lists only the arguments of Liger-Kernel's function,
     because callers build their arguments from it. The function also accepts the others.
     """
-    family = FUNCTION_OF.get(model_type, model_type)
+    family = FUNCTION_TYPES.get(model_type, model_type)
     if family == "llama" and not as_liger_kernel:
         return apply_liger_kernel_to_llama
     taken = FAMILIES.get(family, ())
-    unit = next((name for name in UNITS if name in taken), "swiglu")
+    mlp_switch = next((name for name in MLP_SWITCHES if name in taken), "swiglu")
     signature = inspect.signature(apply_liger_kernel_to_llama)
-    parameters = {unit if name == "swiglu" else name: p for name, p in signature.parameters.items()}
+    parameters = {mlp_switch if name == "swiglu" else name: p for name, p in signature.parameters.items()}
     if "layer_norm" in taken:
         parameters["layer_norm"] = parameters["rms_norm"]
     ordered = [parameters[name].replace(name=name) for name in taken]
@@ -309,8 +309,10 @@ def patch_function(model_type: str, as_liger_kernel: bool = False) -> Callable[.
         except TypeError as error:
             raise TypeError(f"{patch.__name__}() {error}") from None
         bound.apply_defaults()
-        activation = bound.arguments.pop(unit)
-        return apply(family, swiglu=activation, unit=unit, as_liger_kernel=as_liger_kernel, **bound.arguments)
+        activation = bound.arguments.pop(mlp_switch)
+        return apply(
+            family, swiglu=activation, mlp_switch=mlp_switch, as_liger_kernel=as_liger_kernel, **bound.arguments
+        )
 
     patch.__name__ = patch.__qualname__ = f"apply_liger_kernel_to_{family}"
     patch.__doc__ = f"""Patches Hugging Face models of type {family!r} to train with liger_ext. Arguments, result and
@@ -328,9 +330,9 @@ def __getattr__(name: str) -> object:
     if model_type in FAMILIES:
         function = globals()[name] = patch_function(model_type)
         return function
-    stock = class_of(name)
-    if stock is not None and patch_of(stock) is not None:
-        return patch_of(stock)
+    stock = find_class_by_name(name)
+    if stock is not None and find_patch(stock) is not None:
+        return find_patch(stock)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -338,12 +340,12 @@ _ENDS = {Norm: "norm", MLP: "MLP", Experts: "experts", DecoderLayer: "layer", Ca
 _unknown: set[Callable] = set()
 
 
-def _warn_of_unknown(classes: list[type[nn.Module]], wanted: dict[type, bool], wants_loss: bool) -> None:
+def _warn_unknown(classes: list[type[nn.Module]], wanted: dict[type, bool], wants_loss: bool) -> None:
     """Warns once of each class whose name ends like a part to be patched and whose code is not known, and once of
     transformers' loss if its code is not known."""
     ends = tuple(end for kind, part in _ENDS.items() if wanted[kind] for end in ENDS[part])
     candidates = [cls for cls in classes if cls.__name__.endswith(ends) and cls not in _unknown]
-    unknown = [cls for cls in candidates if patch_of(cls) is None and not is_left_alone(cls)]
+    unknown = [cls for cls in candidates if find_patch(cls) is None and not is_left_alone(cls)]
     if wants_loss and ForCausalLMLoss not in _unknown and not knows_loss():
         unknown.append(ForCausalLMLoss)
     _unknown.update(unknown)
@@ -352,13 +354,13 @@ def _warn_of_unknown(classes: list[type[nn.Module]], wanted: dict[type, bool], w
         warn(f"{names}: liger_ext does not know this code, and leaves it as it is")
 
 
-def _models_of(model_type: str) -> list[type[nn.Module]]:
+def _model_classes(model_type: str) -> list[type[nn.Module]]:
     """Returns the model classes of a family that define `__init__` and `forward`.
 
     Raises:
         ImportError: this version of transformers lacks the family.
     """
-    folder = folder_of(model_type)
+    folder = model_folder(model_type)
     name = f"{MODELS}{folder}.modeling_{folder}"
     try:
         module = importlib.import_module(name)

@@ -18,7 +18,7 @@ from liger_ext.models.modules.mlp import MLP
 from liger_ext.models.modules.norms import RMSNorm
 from liger_ext.models.modules.rope import rope_for
 from liger_ext.models.patching.calls import exports_onnx
-from liger_ext.models.patching.forwards import definition_of, written_function
+from liger_ext.models.patching.forwards import parse_function, stock_function
 from liger_ext.models.patching.source import find_calls
 from liger_ext.models.patching.swap import copy_forward, replaces
 from liger_ext.models.training.embedding import embedding, is_one_op
@@ -69,28 +69,28 @@ def _needs_no_mask(config, arguments: dict[str, object]) -> bool:
         config._attn_implementation == "sdpa"
         and modeling_llama.create_causal_mask is create_causal_mask  # not replaced by other code
         and ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is sdpa_mask
-        and all(arguments.get(name) is None for name in _MAKE_A_MASK)
+        and all(arguments.get(name) is None for name in _MASK_ARGUMENTS)
     )
 
 
-_MAKE_A_MASK = ("attention_mask", "position_ids", "past_key_values", "cache", "cache_position")
+_MASK_ARGUMENTS = ("attention_mask", "position_ids", "past_key_values", "cache", "cache_position")
 
 
 def knows_model(cls: type[nn.Module]) -> bool:
     """Returns whether `cls.forward` uses the token ids and builds the mask as the `LlamaModel` of this file assumes."""
-    definition = definition_of(cls.forward)
+    definition = parse_function(cls.forward)
     if definition is None:
         return False
     text, names = ast.unparse(definition), (node.id for node in ast.walk(definition) if isinstance(node, ast.Name))
     masks = find_calls(definition, "create_causal_mask")
     given = {keyword.arg: ast.unparse(keyword.value) for call in masks for keyword in call.keywords}
-    known = {name: name for name in _MAKE_A_MASK} | {"config": "self.config"}
+    known = {name: name for name in _MASK_ARGUMENTS} | {"config": "self.config"}
     known |= dict.fromkeys(("input_embeds", "inputs_embeds"), "inputs_embeds")
-    only_embeds = all(use in text for use in _USES_OF_IDS) and list(names).count("input_ids") == len(_USES_OF_IDS)
+    only_embeds = all(use in text for use in _TOKEN_ID_USES) and list(names).count("input_ids") == len(_TOKEN_ID_USES)
     return only_embeds and len(masks) == 1 and not masks[0].args and given.items() <= known.items()
 
 
-_USES_OF_IDS = (
+_TOKEN_ID_USES = (
     "(input_ids is None) ^ (inputs_embeds is not None)",
     "if inputs_embeds is None:\n        inputs_embeds = self.embed_tokens(input_ids)\n",
 )
@@ -106,7 +106,7 @@ class LlamaMLP(MLP, modeling_llama.LlamaMLP):
     forward = MLP.forward
 
 
-@replaces(modeling_llama, apply_rotary_pos_emb=rope_for(written_function(modeling_llama.apply_rotary_pos_emb)))
+@replaces(modeling_llama, apply_rotary_pos_emb=rope_for(stock_function(modeling_llama.apply_rotary_pos_emb)))
 class LlamaAttention(Attention, modeling_llama.LlamaAttention):
     pass
 

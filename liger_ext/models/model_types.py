@@ -28,7 +28,7 @@ _FUNCTIONS = {
 FAMILIES = {name: tuple(taken.split()) for taken, names in _FUNCTIONS.items() for name in names.split()}
 
 # The names of the MLP's switch: `swiglu`, or the name of another activation.
-UNITS = ("swiglu", "geglu", "relu_squared")
+MLP_SWITCHES = ("swiglu", "geglu", "relu_squared")
 
 # `config.model_type` of a part of a model: the type of the whole model, whose function patches the part.
 _PARTS = {
@@ -41,11 +41,11 @@ _PARTS = {
     "qwen3_vl_moe_text": "qwen3_vl_moe",
     "qwen3_vl_text": "qwen3_vl",
 }
-FUNCTION_OF = {name: name for name in FAMILIES} | _PARTS
+FUNCTION_TYPES = {name: name for name in FAMILIES} | _PARTS
 
 # The folders in transformers.models whose name differs from the function's.
 _FOLDERS = {"gemma3_text": "gemma3", "gemma4_text": "gemma4"}
 
 
-def folder_of(family: str) -> str:
+def model_folder(family: str) -> str:
     return _FOLDERS.get(family, family)

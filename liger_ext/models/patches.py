@@ -22,27 +22,31 @@ from liger_ext.models.modules.decoder import Attention, DecoderLayer
 from liger_ext.models.modules.rope import known_rope
 from liger_ext.models.patching.calls import is_patch
 from liger_ext.models.patching.classes import inherits_forward, pickled_as
-from liger_ext.models.patching.forwards import text_of, with_arguments
-from liger_ext.models.patching.names import MODELS, REMOTE, name_of
+from liger_ext.models.patching.forwards import source_text, with_arguments
+from liger_ext.models.patching.names import MODELS, REMOTE, pickle_name
 from liger_ext.models.patching.swap import find_replacements, replaces
 from liger_ext.models.recognise.known import ENDS, Entry, look_up, ropes_in
 from liger_ext.models.recognise.reading import code_read
 
 
-def patch_of(cls: type[nn.Module]) -> type[nn.Module] | None:
+def find_patch(cls: type[nn.Module]) -> type[nn.Module] | None:
     """Returns the patch of a transformers class; None if its code is not known."""
-    of_llama = patch_of_llamas(cls)
-    if of_llama and any(find_replacements(of_llama)):
-        return of_llama  # `swap_classes` refuses this patch and names the code that replaced transformers'
-    if of_llama is llama.LlamaModel:
-        return of_llama if llama.knows_model(cls) else None
+    llama_patch = find_llama_patch(cls)
+    if llama_patch and any(find_replacements(llama_patch)):
+        return llama_patch  # `swap_classes` refuses this patch and names the code that replaced transformers'
+    if llama_patch is llama.LlamaModel:
+        return llama_patch if llama.knows_model(cls) else None
     found = _recognised(cls)
     if found is None or found.kind is None:
         return None
     attributes = tuple(found.attributes.items())
-    if of_llama and issubclass(of_llama, found.kind) and all(getattr(of_llama, name) == v for name, v in attributes):
-        return of_llama
-    return _patch_made(cls, found.kind, attributes)
+    if (
+        llama_patch
+        and issubclass(llama_patch, found.kind)
+        and all(getattr(llama_patch, name) == v for name, v in attributes)
+    ):
+        return llama_patch
+    return _build_patch(cls, found.kind, attributes)
 
 
 @dataclasses.dataclass
@@ -58,15 +62,15 @@ def recognise(cls: type[nn.Module]) -> Recognised | None:
     """Looks up the code of `cls`; returns None if it is not known."""
     found = look_up(cls)
     if found is not None:
-        (entry, form), kind = found, _kind_of(found[0])
-        if _names_of_author(cls) & _names_of_ours(kind):
+        (entry, form), kind = found, _replacement_class(found[0])
+        if _author_names(cls) & _mixin_names(kind):
             return None
         return Recognised(kind, {**entry.options, **entry.names(form)}, {})
     ropes = {name: known_rope(vars(sys.modules[cls.__module__])[name]) for name in ropes_in(cls)}
     return Recognised(Attention, {}, ropes) if ropes else None
 
 
-def _names_of_author(cls: type[nn.Module]) -> set[str]:
+def _author_names(cls: type[nn.Module]) -> set[str]:
     """Returns the names that remote code (`trust_remote_code=True`) defines in the class, and those that its methods
     read or set."""
     written = [value for c in cls.__mro__ if c.__module__.startswith(REMOTE) for value in vars(c).items()]
@@ -74,14 +78,14 @@ def _names_of_author(cls: type[nn.Module]) -> set[str]:
     return {name for name, _ in written}.union(*(code.co_names for code in codes if code))
 
 
-def _names_of_ours(kind: type | None) -> set[str]:
+def _mixin_names(kind: type | None) -> set[str]:
     """Returns the names of a mixin's methods and attributes. An attribute with the same name in remote code would
     collide with the mixin's."""
     ours = [name for c in kind.__mro__ if c is not object for name in vars(c)] if kind else []
     return {name for name in ours if name != "forward" and not name.startswith("__")}
 
 
-def _kind_of(entry: Entry) -> type | None:
+def _replacement_class(entry: Entry) -> type | None:
     if entry.replacement is None:
         return None
     module, name = entry.replacement.split(".")
@@ -94,16 +98,16 @@ def _recognised(cls: type[nn.Module]) -> Recognised | None:
 
 
 @functools.cache
-def _recognise_once(cls: type[nn.Module], code: tuple, of_loss: tuple) -> Recognised | None:
+def _recognise_once(cls: type[nn.Module], code: tuple, loss_code: tuple) -> Recognised | None:
     return recognise(cls)
 
 
 @functools.cache
-def _patch_made(cls: type[nn.Module], kind: type, attributes: tuple[tuple[str, object], ...]) -> type[nn.Module]:
+def _build_patch(cls: type[nn.Module], kind: type, attributes: tuple[tuple[str, object], ...]) -> type[nn.Module]:
     if cls.__module__.startswith(REMOTE):  # `save_pretrained` copies the file of this module next to the weights
         namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     else:  # pickle finds the class through the `__getattr__` of that module
-        namespace = {"__module__": "liger_ext.models.families", "__qualname__": name_of(cls)}
+        namespace = {"__module__": "liger_ext.models.families", "__qualname__": pickle_name(cls)}
     if hasattr(kind, "forward"):
         arguments = [*inspect.signature(cls.forward).parameters][1:]
         takes_same = not issubclass(kind, DecoderLayer)  # which takes *args and **kwargs
@@ -117,14 +121,14 @@ def _patch_made(cls: type[nn.Module], kind: type, attributes: tuple[tuple[str, o
 
 def _patch_or_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Returns the class of an unpickled module: the patch of `cls`, or `cls` itself if its code is not known here."""
-    return patch_of(cls) or cls
+    return find_patch(cls) or cls
 
 
 def is_left_alone(cls: type[nn.Module]) -> bool:
     """Returns whether `cls` has nothing to fuse: the table says so, or it is an attention without rotary embeddings."""
     found = _recognised(cls)
     if found is None and cls.__name__.endswith(ENDS["attention"]):
-        text = text_of(cls.forward)
+        text = source_text(cls.forward)
         return text is not None and "apply_rotary_" not in text
     return found is not None and found.kind is None
 
@@ -134,7 +138,7 @@ def stock_classes(modules: Iterable[nn.Module]) -> list[type[nn.Module]]:
     code defines."""
     found = {}
     for cls in dict.fromkeys(map(type, modules)):
-        stock = [c for c in cls.__mro__ if c.__module__.startswith(MODELS) or is_remote(c) or patch_of_llamas(c)]
+        stock = [c for c in cls.__mro__ if c.__module__.startswith(MODELS) or is_remote(c) or find_llama_patch(c)]
         found.update(dict.fromkeys([c for c in stock if "forward" in vars(c)][:1]))
     return list(found)
 
@@ -145,7 +149,7 @@ def is_remote(cls: type) -> bool:
     return written and not inherits_forward(cls, super(cls, cls))
 
 
-def patch_of_llamas(cls: type) -> type[nn.Module] | None:
+def find_llama_patch(cls: type) -> type[nn.Module] | None:
     """Returns the patch that `liger_ext.models.llama` defines for `cls`: a Llama class, or a class with which other
     code had replaced it before that module was imported."""
     patch = getattr(llama, cls.__name__, None)

@@ -22,7 +22,7 @@ ROPE_LAYOUTS: Mapping[object, int] = {name: int(code) for name, code in _C.RopeL
 CASTING_MODES: Mapping[object, int] = {"llama": 0, "gemma": 1, "none": -1, 0: 0, 1: 1, -1: -1}
 
 
-def code_of(op: str, argument: str, value: object, codes: Mapping[object, int]) -> int:
+def mode_code(op: str, argument: str, value: object, codes: Mapping[object, int]) -> int:
     """Returns the integer of a named mode in an op's schema. Raises ValueError for an unknown name."""
     code = codes.get(value) if isinstance(value, (str, int)) else None
     if code is None:
@@ -31,7 +31,7 @@ def code_of(op: str, argument: str, value: object, codes: Mapping[object, int]) 
     return code
 
 
-def holds(condition: bool | torch.SymBool, guards: bool = True) -> bool:
+def condition_holds(condition: bool | torch.SymBool, guards: bool = True) -> bool:
     """Returns whether a condition on sizes holds. While a graph is traced it is False for sizes that are known at run
     time only; without ``guards``, also if the answer would add a guard to the graph."""
     if isinstance(condition, Tensor):  # torch.jit.trace replaces sizes by tensors

@@ -23,14 +23,14 @@ import torch
 _ops: list[torch._ops.OpOverload] = []
 
 
-def introduce(op: torch._ops.OpOverload) -> None:
-    """Adds `op` to the ops that the next call of `make_known` registers with Inductor."""
+def register_later(op: torch._ops.OpOverload) -> None:
+    """Adds `op` to the ops that the next call of `register_with_inductor` registers with Inductor."""
     _ops.append(op)
 
 
-def make_known() -> None:
-    """Registers the ops of `introduce` with Inductor. It is called while a graph is traced: then Inductor, if it is
-    used, is imported."""
+def register_with_inductor() -> None:
+    """Registers the ops of `register_later` with Inductor. It is called while a graph is traced: then Inductor, if it
+    is used, is imported."""
     graph = sys.modules.get("torch._inductor.graph")
     while _ops and graph is not None:
         op = _ops.pop()
@@ -46,7 +46,7 @@ def assume_constant_result(function: Callable) -> Callable:
     return function
 
 
-def outside_of_graphs(function: Callable) -> Callable:
+def disabled_in_graphs(function: Callable) -> Callable:
     """Does what `torch.compiler.disable` does: a call breaks the graph and runs eagerly."""
 
     @functools.wraps(function)

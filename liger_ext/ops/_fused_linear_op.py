@@ -29,7 +29,7 @@ from torch._C._autograd import (
 )
 
 from liger_ext import _C
-from liger_ext.ops._checks import REDUCTIONS, accumulator, holds
+from liger_ext.ops._checks import REDUCTIONS, accumulator, condition_holds
 from liger_ext.ops._compile import flop_formula
 from liger_ext.ops._loss_plan import padded_vocab
 from liger_ext.ops._register import register, register_without_derivative
@@ -107,10 +107,10 @@ def autocast_dtype(device_type: str, x: Tensor, weight: Tensor) -> torch.dtype |
 
 
 def _autocast(device_type, *args):
-    of = LossArguments(*args)
-    if of.compute_dtype is not None:
+    args = LossArguments(*args)
+    if args.compute_dtype is not None:
         return args
-    return of._replace(compute_dtype=autocast_dtype(device_type, of.x, of.weight))
+    return args._replace(compute_dtype=autocast_dtype(device_type, args.x, args.weight))
 
 
 def _compute(x: Tensor, weight: Tensor, compute_dtype: torch.dtype | None) -> torch.dtype:
@@ -118,37 +118,37 @@ def _compute(x: Tensor, weight: Tensor, compute_dtype: torch.dtype | None) -> to
 
 
 def _fake(*args):
-    of = LossArguments(*args)
-    x, weight, compute = of.x, of.weight, of.compute
+    args = LossArguments(*args)
+    x, weight, compute = args.x, args.weight, args.compute
     acc = accumulator(compute)
     rows, hidden = x.shape
     vocab = weight.shape[0]
-    stored = min(of.chunk_classes, vocab)
-    accumulated, kept = of.gradients == _ACCUMULATED, False
-    summed = weight.dtype if weight.dtype == of.accum_dtype else acc
+    stored = min(args.chunk_classes, vocab)
+    accumulated, needs_state = args.gradients == _ACCUMULATED, False
+    summed = weight.dtype if weight.dtype == args.accum_dtype else acc
     saved, dweight = x.new_empty(0, dtype=summed), x.new_empty(0, dtype=summed)
-    if of.gradients == _DEFERRED:
+    if args.gradients == _DEFERRED:
         saved = x.new_empty((rows, padded_vocab(vocab)), dtype=compute)
-    elif of.gradients == _OVERLAID:
+    elif args.gradients == _OVERLAID:
         room = _C.overlaid_room(hidden, weight.dtype, compute)
         saved = x.new_empty(_C.overlaid_rest(rows, room, vocab, stored), dtype=compute)
         dweight = weight.new_empty(vocab * hidden)
-        kept = stored < vocab
-    elif accumulated and of.need_dweight:
+        needs_state = stored < vocab
+    elif accumulated and args.need_dweight:
         memory, rest = _C.sum_sizes(vocab, hidden, summed, weight.dtype)
         saved, dweight = x.new_empty(rest, dtype=summed), x.new_empty(memory, dtype=summed)
-    sums_dx = _C.sums_dx(of.gradients, weight.dtype, compute, holds(stored >= vocab))
-    wanted = of.reduction, of.return_z_loss, of.return_token_accuracy, of.return_predicted_tokens
-    kept = _C.kept_for_gradients(rows, of.use_token_scaling) if kept or of.return_entropy else 0
-    moments = of.return_entropy, of.return_mean_logits, of.return_log_sum_sq
+    sums_dx = _C.sums_dx(args.gradients, weight.dtype, compute, condition_holds(stored >= vocab))
+    wanted = args.reduction, args.return_z_loss, args.return_token_accuracy, args.return_predicted_tokens
+    state_size = _C.gradient_state_size(rows, args.use_token_scaling) if needs_state or args.return_entropy else 0
+    moments = args.return_entropy, args.return_mean_logits, args.return_log_sum_sq
     return (
         *fake_results(x, rows, acc, *wanted),
         *(x.new_empty(rows if moment else 0, dtype=acc) for moment in moments),
-        x.new_empty(_C.cross_entropy_counts + kept, dtype=acc),
+        x.new_empty(_C.cross_entropy_counts + state_size, dtype=acc),
         saved,
-        x.new_empty((rows, hidden) if of.need_dx and sums_dx else 0, dtype=compute),
+        x.new_empty((rows, hidden) if args.need_dx and sums_dx else 0, dtype=compute),
         dweight,
-        x.new_empty(vocab if accumulated and of.need_dbias and of.bias is not None else 0, dtype=acc),
+        x.new_empty(vocab if accumulated and args.need_dbias and args.bias is not None else 0, dtype=acc),
     )
 
 
@@ -169,9 +169,9 @@ def _fake_backward_in_place(dweight, saved, dloss, x, weight, target, bias, *oth
 
 
 def _setup_context(ctx, inputs, output):
-    of = LossArguments(*inputs)
+    args = LossArguments(*inputs)
     x, weight, target, bias, ce_weight = inputs[:5]
-    need_dx, need_dweight, need_dbias = of[-3:]
+    need_dx, need_dweight, need_dbias = args[-3:]
     for index, name, need in ((0, "x", need_dx), (1, "weight", need_dweight), (3, "bias", need_dbias)):
         if ctx.needs_input_grad[index] and not need:
             raise RuntimeError(
@@ -184,29 +184,29 @@ def _setup_context(ctx, inputs, output):
                 f"liger_ext::fused_linear_cross_entropy has no gradient for {name}: pass {name}.detach()"
             )
     others = output[1:]
-    entropy = output[ENTROPY] if of.return_entropy else None
+    entropy = output[ENTROPY] if args.return_entropy else None
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*(t for t in others if t is not entropy))
     # The detached weight is saved, as torch's linear layers save a view: a new `.data` of the parameter before the
     # backward then has no effect. With DeepSpeed's ZeRO 3 (attribute ds_id) the parameter itself is saved: ZeRO 3
     # empties its parameters after the forward to save memory, and fills them again before the backward.
-    kept = weight if hasattr(weight, "ds_id") else weight.detach()
+    saved_weight = weight if hasattr(weight, "ds_id") else weight.detach()
     for_backward = output[-5:]
     both = (None, None) if entropy is None else (output[0], entropy)
-    ctx.save_for_backward(x, kept, target, bias, ce_weight, of.temperature, *both, *for_backward)
+    ctx.save_for_backward(x, saved_weight, target, bias, ce_weight, args.temperature, *both, *for_backward)
     dweight = for_backward[3]
     # The backward may overwrite dweight's memory only if no other code sees it, including the caller of the op.
-    ctx.own_dweight = getattr(ctx, "unseen", False) and dweight.numel() > 0 and unseen(dweight)
-    ctx.options = LossArguments(*(None,) * TENSORS, *of[TENSORS:])  # without the tensors, which ctx saves
+    ctx.overwrites_dweight = getattr(ctx, "outputs_private", False) and dweight.numel() > 0 and is_private(dweight)
+    ctx.options = LossArguments(*(None,) * TENSORS, *args[TENSORS:])  # without the tensors, which ctx saves
 
 
-def unseen(saved: Tensor) -> bool:
+def is_private(saved: Tensor) -> bool:
     """Whether no other code sees a saved tensor: there are no hooks for saved tensors, and no graph is being traced."""
     hooks = not _saved_tensors_hooks_is_enabled() or _top_saved_tensors_default_hooks(False) is not None
     return type(saved) is Tensor and not hooks
 
 
-def mixed(dloss: Tensor | None, dentropy: Tensor, loss: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
+def combine_gradients(dloss: Tensor | None, dentropy: Tensor, loss: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
     """Combines the upstream gradients of loss and entropy, for a kernel that computes one gradient of the logits x'.
 
     Returns a factor for each row, and the row's A, E, C and log p[target]. With ``p * (A + E * log p) - C * onehot``
@@ -219,21 +219,21 @@ def mixed(dloss: Tensor | None, dentropy: Tensor, loss: Tensor, entropy: Tensor)
     return factor, torch.stack(numbers, 1)
 
 
-def rows_again(weight: Tensor, wide_logits: bool) -> int:
+def recomputed_rows(weight: Tensor, wide_logits: bool) -> int:
     """Returns the number of rows of logits that a backward recomputes at a time. They take no more memory than dweight;
     logits in float32 count with their gradient."""
     return max(weight.shape[1] // (3 if wide_logits else 1), 128)
 
 
-def _recomputed(of: LossArguments, x: Tensor, weight: Tensor) -> LossArguments:
+def _recomputed(args: LossArguments, x: Tensor, weight: Tensor) -> LossArguments:
     """Returns the arguments of a backward that recomputes the logits, in the forward's chunks if it had several."""
-    if of.gradients not in (_ACCUMULATED, _RECOMPUTED):
-        rows = rows_again(weight, of.wide_logits(x, weight))
-        of = of._replace(chunk_rows=rows, chunk_classes=weight.shape[0])
-    return of._replace(gradients=_RECOMPUTED)
+    if args.gradients not in (_ACCUMULATED, _RECOMPUTED):
+        rows = recomputed_rows(weight, args.wide_logits(x, weight))
+        args = args._replace(chunk_rows=rows, chunk_classes=weight.shape[0])
+    return args._replace(gradients=_RECOMPUTED)
 
 
-def scaled(dloss: Tensor, temperature: Tensor | None, logit_scale: float) -> Tensor:
+def scale_gradient(dloss: Tensor, temperature: Tensor | None, logit_scale: float) -> Tensor:
     """Returns the factor of each row's gradient of the logits: that of the transformed logits times their derivative
     by scale and temperature."""
     if temperature is None and logit_scale == 1:
@@ -242,34 +242,34 @@ def scaled(dloss: Tensor, temperature: Tensor | None, logit_scale: float) -> Ten
 
 
 def _backward(ctx, saved, dloss, *others):
-    of, dentropy = ctx.options, others[ENTROPY - 1]
+    args, dentropy = ctx.options, others[ENTROPY - 1]
     gradients = [None] * len(LossArguments._fields)
     if dloss is not None or dentropy is not None:
-        x, weight, target, bias, ce_weight, temperature, loss, entropy, *made = saved
+        x, weight, target, bias, ce_weight, temperature, loss, entropy, *results = saved
         mix = None
-        if of.reduction == REDUCTIONS["none"]:  # a NaN in the gradient of an ignored row must not reach the sums
-            ignored = target == of.ignore_index
+        if args.reduction == REDUCTIONS["none"]:  # a NaN in the gradient of an ignored row must not reach the sums
+            ignored = target == args.ignore_index
             dloss, dentropy = (d if d is None else torch.where(ignored, 0.0, d) for d in (dloss, dentropy))
         some = dentropy if dloss is None else dloss
         batched = torch._C._functorch.is_legacy_batchedtensor(some)  # torch.autograd.grad(is_grads_batched=True)
-        in_place = ctx.own_dweight and not batched and not _get_current_graph_task_keep_graph()
+        in_place = ctx.overwrites_dweight and not batched and not _get_current_graph_task_keep_graph()
         if dentropy is not None:
-            dloss, mix = mixed(dloss, dentropy, loss, entropy)
-            if not (in_place and of.gradients == _OVERLAID and of.softcap is None):
+            dloss, mix = combine_gradients(dloss, dentropy, loss, entropy)
+            if not (in_place and args.gradients == _OVERLAID and args.softcap is None):
                 # The stored gradient of the logits may not be overwritten, or contains no probabilities. So the
                 # backward recomputes the logits.
-                in_place, of = False, _recomputed(of, x, weight)
-        dloss = scaled(dloss, temperature, of.logit_scale)
+                in_place, args = False, _recomputed(args, x, weight)
+        dloss = scale_gradient(dloss, temperature, args.logit_scale)
         inputs = x, weight, target, bias, ce_weight, temperature, mix
         # The options must be those of the forward, since the saved tensors depend on them.
-        options = (getattr(of, name) for name in _BACKWARD_OPTIONS)
+        options = (getattr(args, name) for name in _BACKWARD_OPTIONS)
         if in_place:
-            counts, rest, dx, memory, dbias = made
+            counts, rest, dx, memory, dbias = results
             dx, dbias = _backward_in_place(memory, rest, dloss, *inputs, counts, dx, dbias, *options)
             torch.autograd.graph.increment_version((memory, rest))
             dweight = memory.view(weight.dtype)[: weight.numel()].view(weight.shape)
         else:
-            dx, dweight, dbias = _backward_op(dloss, *inputs, *made, *options)
+            dx, dweight, dbias = _backward_op(dloss, *inputs, *results, *options)
         for index, gradient in ((0, dx), (1, dweight), (3, dbias)):
             if ctx.needs_input_grad[index]:
                 gradients[index] = gradient

@@ -18,13 +18,13 @@ from liger_ext.ops._checks import (
     check_integer,
     check_tensors,
     class_targets,
-    code_of,
-    holds,
+    condition_holds,
+    mode_code,
     require,
     shape_text,
 )
 from liger_ext.ops._fused_linear_op import LossArguments, autocast_dtype, call_op
-from liger_ext.ops._loss_devices import device_of
+from liger_ext.ops._loss_devices import device_index
 from liger_ext.ops._loss_plan import Call, Plan, plan, shard_rows
 from liger_ext.ops._sharded_vocabulary import is_dtensor, local_tensors, sharded_loss
 from liger_ext.ops.count_rows import CountedRows, for_all_rows, gather, listed_rows
@@ -70,9 +70,9 @@ def fused_loss(
     check_integer(op, ignore_index=ignore_index)
     if isinstance(softcap, bool) or not isinstance(softcap, (numbers.Real, torch.SymFloat, torch.SymInt, type(None))):
         raise TypeError(f"{op}: softcap is {softcap!r}, expected None or a number")
-    for name, given in (("accum_dtype", accum_dtype), ("logits_dtype", logits_dtype)):
-        if not (given is None or isinstance(given, torch.dtype)):
-            raise TypeError(f"{op}: {name} is {given!r}, expected a torch.dtype or None")
+    for name, value in (("accum_dtype", accum_dtype), ("logits_dtype", logits_dtype)):
+        if not (value is None or isinstance(value, torch.dtype)):
+            raise TypeError(f"{op}: {name} is {value!r}, expected a torch.dtype or None")
     require(x.dim() >= 1, op, ": x has no dimensions, expected (..., hidden_size)")
     if target.shape != x.shape[:-1]:
         raise ValueError(
@@ -114,7 +114,7 @@ def fused_loss(
             compute=dtype,
             x=x.dtype,
             weight=weight.dtype,
-            device=device_of(x.device),
+            device=device_index(x.device),
             bias=None if bias is None else bias.dtype,
             class_weight=None if ce_weight is None else ce_weight.dtype,
             sum=weight.dtype if weight.dtype == accum_dtype else None,
@@ -122,14 +122,14 @@ def fused_loss(
             dweight=need_dweight,
             dbias=need_dbias,
             per_row=reduction == "none",
-            label_smoothing=holds(label_smoothing != 0),
+            label_smoothing=condition_holds(label_smoothing != 0),
             softcap=softcap is not None,
             token_scaling=bool(use_token_scaling),
-            z_loss=holds(lse_square_scale != 0) or bool(return_z_loss),
+            z_loss=condition_holds(lse_square_scale != 0) or bool(return_z_loss),
             token_accuracy=bool(return_token_accuracy),
             predicted_tokens=bool(return_predicted_tokens),
             moments=moments,
-            temperature=temperature is not None or holds(logit_scale != 1),
+            temperature=temperature is not None or condition_holds(logit_scale != 1),
             wide_logits=logits_dtype == torch.float32 and dtype.itemsize == 2,
             # No overlaid plan in a graph: it would overwrite a result of another op.
             overlays=shard is None and not torch.compiler.is_compiling(),
@@ -146,7 +146,7 @@ def fused_loss(
         normalizer=None if normalizer is None else _normalizer(op, normalizer, accumulator(dtype), x.device),
         temperature=None if temperature is None else temperature.to(accumulator(dtype)).contiguous(),
         ignore_index=ignore_index,
-        reduction=code_of(op, "reduction", reduction, REDUCTIONS),
+        reduction=mode_code(op, "reduction", reduction, REDUCTIONS),
         label_smoothing=label_smoothing,
         lse_square_scale=lse_square_scale,
         softcap=softcap,

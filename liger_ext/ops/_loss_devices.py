@@ -26,15 +26,15 @@ DEVICES: list[Device] = []
 
 
 @assume_constant_result
-def device_of(device: torch.device) -> int:
+def device_index(device: torch.device) -> int:
     """Returns the index of the device of a tensor."""
-    return _gpu(device.index) if device.type == "cuda" else device_with(None)
+    return _gpu(device.index) if device.type == "cuda" else profile_index(None)
 
 
 @functools.cache
-def device_with(profile: _C.DeviceProfile | None) -> int:
+def profile_index(profile: _C.DeviceProfile | None) -> int:
     """Adds a GPU of this profile, which need not be in this machine, or a CPU (None). Returns its index."""
-    DEVICES.append(Device(profile, _C.rates_of(None) if profile is None else _tuned.rates_of(profile)))
+    DEVICES.append(Device(profile, _C.device_rates(None) if profile is None else _tuned.device_rates(profile)))
     return len(DEVICES) - 1
 
 
@@ -47,4 +47,4 @@ def _gpu(index: int | None) -> int:
     if profile is None:  # there is no GPU library: the op itself raises the error
         profile = _C.DeviceProfile()
         profile.memory_bytes = torch.cuda.get_device_properties(index).total_memory
-    return device_with(profile)
+    return profile_index(profile)

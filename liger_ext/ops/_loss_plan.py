@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from liger_ext import _C
-from liger_ext.ops._checks import accumulator, holds
+from liger_ext.ops._checks import accumulator, condition_holds
 from liger_ext.ops._compile import assume_constant_result
 from liger_ext.ops._loss_devices import DEVICES, Device
 
@@ -33,7 +33,7 @@ _PARTS = 16  # steps from storing the gradients that fit in dweight's memory to 
 _GRAPH_ROWS = 16_384  # the rows for which a graph is planned; it may serve any number of rows
 _SLOWEST = 4  # plans that take more than this multiple of the least time are dropped, whatever memory they save
 _CHUNK_BYTES = 64 << 20  # the least bytes of a chunk of rows of logits: smaller chunks save too little
-_SHARE_OF_GPU = 8  # the levels except "min" take at most 1/8 of a GPU's memory beside the gradients
+_GPU_SHARE = 8  # the levels except "min" take at most 1/8 of a GPU's memory beside the gradients
 _ROW_MULTIPLE = _C.padded_vocab(1)
 _PER_ROW, _ONCE = 64, 1 << 18  # allowances, in bytes, for allocations in Python: targets, a mask, results of all rows
 
@@ -42,7 +42,7 @@ class Call(NamedTuple):
     """The facts of a call on which its plan depends.
 
     ``rows`` may be symbolic. Dtypes: ``compute`` of the matmuls; ``bias`` and ``class_weight`` of these tensors, or
-    None; ``sum`` of dweight's sum over chunks, None for the accumulator's. ``device``: from ``device_of``.
+    None; ``sum`` of dweight's sum over chunks, None for the accumulator's. ``device``: from ``device_index``.
     ``moments``: the call returns the entropy, the mean logit or the sum of squares. ``temperature``: the logits are
     divided by temperatures or scaled. ``wide_logits``: the logits are in float32, the operands of the matmuls in 16
     bits. ``overlays``: the gradient of the logits may be stored in the memory that becomes dweight. ``all_rows``: the
@@ -80,7 +80,7 @@ class Call(NamedTuple):
     free: int = 0
 
     @classmethod
-    def of(cls, rows: int, hidden: int, vocab: int, dtype: torch.dtype, device: int, **facts: object) -> Call:
+    def uniform(cls, rows: int, hidden: int, vocab: int, dtype: torch.dtype, device: int, **facts: object) -> Call:
         """Returns a call whose tensors all have the same dtype."""
         return cls(rows, hidden, vocab, dtype, dtype, dtype, device, **facts)
 
@@ -131,7 +131,7 @@ def plan(call: Call, memory: str | int | Plan) -> Plan:
     """
     check_memory(memory)
     if isinstance(memory, Plan):
-        return memory if _fits(call, memory) else in_chunks(call, memory.rows, min(memory.classes, call.vocab))
+        return memory if _can_use(call, memory) else in_chunks(call, memory.rows, min(memory.classes, call.vocab))
     known = type(call.rows) is int and not torch.compiler.is_compiling()
     if memory == SMALLEST:
         return in_chunks(call, _LEAST_ROWS, min(_LEAST_CLASSES, call.vocab) if known else call.vocab)
@@ -167,7 +167,7 @@ def _at_level(found: list[Choice], level: str, call: Call) -> Choice:
         return found[0]
     profile = device(call).profile
     if profile is not None:
-        most = _results(call) + profile.memory_bytes // _SHARE_OF_GPU
+        most = _results(call) + profile.memory_bytes // _GPU_SHARE
         found = [choice for choice in found if choice.bytes <= most] or found[:1]
     if level == "fast":
         return _least_memory(found, 1.01)
@@ -210,16 +210,16 @@ def _with_python(call: Call, traced: int) -> int:
     the rows of x before the op, and their gradient into the gradient of x after it."""
     row = call.hidden * call.x.itemsize
     gathered = call.rows * row if call.all_rows else 0
-    of_all_rows = call.all_rows * row if call.dx else 0
+    all_rows_gradient = call.all_rows * row if call.dx else 0
     beside = call.copies + max(call.rows, call.all_rows) * _PER_ROW + _ONCE
-    return max(traced + gathered, _results(call) + of_all_rows) + beside
+    return max(traced + gathered, _results(call) + all_rows_gradient) + beside
 
 
 def _results(call: Call) -> int:
     """Returns the bytes of the gradients of rows, weight and bias."""
-    of_weight = call.vocab * call.hidden * call.weight.itemsize if call.dweight else 0
-    of_bias = call.vocab * (call.bias or accumulator(call.compute)).itemsize if call.dbias else 0
-    return of_weight + of_bias + (call.rows * call.hidden * call.x.itemsize if call.dx else 0)
+    weight_bytes = call.vocab * call.hidden * call.weight.itemsize if call.dweight else 0
+    bias_bytes = call.vocab * (call.bias or accumulator(call.compute)).itemsize if call.dbias else 0
+    return weight_bytes + bias_bytes + (call.rows * call.hidden * call.x.itemsize if call.dx else 0)
 
 
 def _traced(call: Call, in_place: bool = True) -> _C.LossCall:
@@ -234,12 +234,12 @@ def candidates(call: Call) -> list[Plan]:
     and classes."""
     rows, vocab = max(call.rows, 1), call.vocab
     # Multiples of 256 rows: cuBLAS is slower for some odd multiples of 128 (docs/measurements.md).
-    of_rows = {min(rows, -(-rows // count // 256) * 256) for count in _CHUNKS}
-    plans = [in_chunks(call, chunk, vocab) for chunk in sorted(of_rows | {min(rows, _LEAST_ROWS)})]
+    row_chunks = {min(rows, -(-rows // count // 256) * 256) for count in _CHUNKS}
+    plans = [in_chunks(call, chunk, vocab) for chunk in sorted(row_chunks | {min(rows, _LEAST_ROWS)})]
     room = _C.overlaid_room(call.hidden, call.weight, call.compute) if can_overlay(call) else 0
     # Wide logits exist a chunk of rows at a time even if the gradient of all logits is stored.
     chunks = sorted({min(rows, chunk) for chunk in _WIDE_CHUNKS}) if call.wide_logits else [rows]
-    if call.overlays and _fits(call, Plan(_DEFERRED, rows, vocab)):
+    if call.overlays and _can_use(call, Plan(_DEFERRED, rows, vocab)):
         plans += [Plan(_DEFERRED, chunk, vocab) for chunk in chunks]
     if vocab * room >= 64 * rows:
         inside = _C.overlaid_classes(rows, room, vocab)
@@ -253,7 +253,7 @@ def candidates(call: Call) -> list[Plan]:
     return plans
 
 
-def _fits(call: Call, plan: Plan) -> bool:
+def _can_use(call: Call, plan: Plan) -> bool:
     """Whether a call can use a plan that ``in_chunks`` does not return: overlaid, or deferred with wide logits."""
     if plan.gradients == _OVERLAID:
         return can_overlay(call)
@@ -273,13 +273,13 @@ def can_overlay(call: Call) -> bool:
 def in_chunks(call: Call, rows: int, classes: int) -> Plan:
     # If a graph is compiled and the number of chunks is unknown, `at_once` is False: sums over chunks are correct for
     # any number.
-    at_once = holds(call.rows <= rows) and holds(call.vocab <= classes)
-    return Plan(_gradients_of(call.dx, call.dweight or call.dbias, at_once, call.per_row), rows, classes)
+    at_once = condition_holds(call.rows <= rows) and condition_holds(call.vocab <= classes)
+    return Plan(_gradient_strategy(call.dx, call.dweight or call.dbias, at_once, call.per_row), rows, classes)
 
 
 @assume_constant_result
-def _gradients_of(need_dx: bool, need_parameters: bool, at_once: bool, per_row: bool) -> int:
-    return int(_C.gradients_of(need_dx, need_parameters, at_once, per_row))
+def _gradient_strategy(need_dx: bool, need_parameters: bool, at_once: bool, per_row: bool) -> int:
+    return int(_C.gradient_strategy(need_dx, need_parameters, at_once, per_row))
 
 
 def check_memory(memory: object) -> None:
@@ -297,7 +297,7 @@ def chunk_rows(call: Call, level: str, at_once: bool = True) -> int:
     least the rows of 64 MiB. at_once: whether one chunk may have all rows."""
     if level == SMALLEST:
         return _LEAST_ROWS
-    return max(_chunk_rows(call._replace(overlays=False), str(level), at_once), _rows_in(call, _CHUNK_BYTES))
+    return max(_chunk_rows(call._replace(overlays=False), str(level), at_once), _rows_within(call, _CHUNK_BYTES))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -306,7 +306,7 @@ def _chunk_rows(call: Call, level: str, at_once: bool) -> int:
     return _at_level(found, level, call).plan.rows if found else max(call.rows, 1)
 
 
-def rows_of_logits(call: Call, memory: str | int | Plan) -> int:
+def head_chunk_rows(call: Call, memory: str | int | Plan) -> int:
     """Returns the number of rows of logits that may exist at a time for a head module that is called for its logits.
     Its parameters are its own (LoRA, quantised weights), so the plan is that of a frozen head. ``"min"`` equals
     ``"low"``: smaller chunks would save less memory than the head's other tensors take."""
@@ -316,7 +316,7 @@ def rows_of_logits(call: Call, memory: str | int | Plan) -> int:
     call = call._replace(dweight=False, dbias=False)
     if isinstance(memory, str):
         return _C.equal_chunks(call.rows, chunk_rows(call, "low" if memory == "min" else memory))
-    return _C.equal_chunks(call.rows, _rows_in(call, int(memory) - 2 * _dx_bytes(call)))
+    return _C.equal_chunks(call.rows, _rows_within(call, int(memory) - 2 * _dx_bytes(call)))
 
 
 def shard_rows(call: Call, memory: str | int | Plan) -> int:
@@ -329,18 +329,18 @@ def shard_rows(call: Call, memory: str | int | Plan) -> int:
     if isinstance(memory, Plan):
         return memory.rows
     if isinstance(memory, str):
-        of = call._replace(per_row=True)
+        sharded_call = call._replace(per_row=True)
         at_once = memory in ("fast", "auto") and not call.wide_logits
-        return chunk_rows(of, "fast" if memory == "auto" else memory, at_once)
+        return chunk_rows(sharded_call, "fast" if memory == "auto" else memory, at_once)
     taken = call.vocab * call.hidden * call.weight.itemsize if call.dweight else 0
-    return _rows_in(call, int(memory) - taken - 3 * _dx_bytes(call))
+    return _rows_within(call, int(memory) - taken - 3 * _dx_bytes(call))
 
 
 def _dx_bytes(call: Call) -> int:
     return call.rows * call.hidden * call.compute.itemsize if call.dx else 0
 
 
-def _rows_in(call: Call, logits_bytes: int) -> int:
+def _rows_within(call: Call, logits_bytes: int) -> int:
     return max(logits_bytes // _row_bytes(call) // 128 * 128, _LEAST_ROWS)
 
 
@@ -362,16 +362,16 @@ def _graph_rows(call: Call, memory: str | int) -> int:
     some = call._replace(rows=_GRAPH_ROWS, hidden=hidden, vocab=vocab, all_rows=0, copies=0, overlays=False)
     if isinstance(memory, str):
         return _level_in_graph(memory, *some)
-    of_call, of_row = _bytes_in_graph(*some)
+    call_bytes, row_bytes = _bytes_in_graph(*some)
     gathered = call.all_rows * call.hidden * 2 * call.x.itemsize
-    others = of_call + call.rows * (of_row + _PER_ROW) + gathered + _ONCE
+    others = call_bytes + call.rows * (row_bytes + _PER_ROW) + gathered + _ONCE
     least = others + _LEAST_ROWS * _row_bytes(call)
-    if holds(memory < least):
+    if condition_holds(memory < least):
         raise ValueError(
             f"{_OP}: memory is {memory} bytes, expected at least {least} in a graph of torch.compile, for {call.rows} "
             f"rows of {call.hidden} columns and {call.vocab} classes: gradients and temporary tensors"
         )
-    return _rows_in(call, memory - others)
+    return _rows_within(call, memory - others)
 
 
 @assume_constant_result
@@ -383,16 +383,16 @@ def _level_in_graph(level: str, *call: object) -> int:
 def _bytes_in_graph(*call: object) -> tuple[int, int]:
     """Returns the bytes of a graph's call in chunks of 128 rows: those that do not depend on the rows, without the
     logits of a chunk; and those of each row."""
-    of = Call(*call)
-    plan = in_chunks(of, _LEAST_ROWS, of.vocab)
+    facts = Call(*call)
+    plan = in_chunks(facts, _LEAST_ROWS, facts.vocab)
 
     def traced(rows: int) -> int:
-        return _C.loss_costs(_traced(of._replace(rows=rows), in_place=False), [plan], *device(of))[0][0]
+        return _C.loss_costs(_traced(facts._replace(rows=rows), in_place=False), [plan], *device(facts))[0][0]
 
     # The peak is the maximum of several sums that are linear in the rows. It is convex, so the bytes of a row are
     # largest at many rows.
-    of_row = -(-(traced(2 * of.rows) - traced(of.rows)) // of.rows)
-    return traced(_LEAST_ROWS) - _LEAST_ROWS * _row_bytes(of), of_row
+    row_bytes = -(-(traced(2 * facts.rows) - traced(facts.rows)) // facts.rows)
+    return traced(_LEAST_ROWS) - _LEAST_ROWS * _row_bytes(facts), row_bytes
 
 
 def padded_vocab(vocab_size: int) -> int:

@@ -7,7 +7,7 @@ import numbers
 import torch
 from torch import nn
 
-from liger_ext.ops._checks import REDUCTIONS, check_integer, code_of
+from liger_ext.ops._checks import REDUCTIONS, check_integer, mode_code
 
 _INITIAL = {"ones": 1.0, "zeros": 0.0}
 _LAST_SIZE = (
@@ -36,8 +36,8 @@ class NormModule(nn.Module):
         check_number(type(self).__name__, "eps", eps, 0, float("inf"))
         self.init_fn, self.variance_epsilon = init_fn, eps
         for name, is_wanted in wanted.items():
-            made = nn.Parameter(torch.empty(size, device=device, dtype=dtype)) if is_wanted else None
-            self.register_parameter(name, made)
+            parameter = nn.Parameter(torch.empty(size, device=device, dtype=dtype)) if is_wanted else None
+            self.register_parameter(name, parameter)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -84,6 +84,6 @@ def check_loss_options(
 ) -> None:
     check_integer(module, ignore_index=ignore_index)
     check_number(module, "label_smoothing", label_smoothing, 0, 1)
-    code_of(module, "reduction", reduction, REDUCTIONS)
+    mode_code(module, "reduction", reduction, REDUCTIONS)
     if softcap is not None:
         check_number(module, "softcap", softcap, 1e-18, 1e18, "None or a number")

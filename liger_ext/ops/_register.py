@@ -22,7 +22,7 @@ import torch
 from torch.autograd import forward_ad
 
 from liger_ext import _C, _load
-from liger_ext.ops._compile import introduce, make_known
+from liger_ext.ops._compile import register_later, register_with_inductor
 
 LIBRARY = torch.library.Library("liger_ext", "IMPL")
 
@@ -42,8 +42,8 @@ def register(
     """Registers for ``name`` and ``name_backward`` all that the file's docstring lists. Returns a function that calls
     the op with the least overhead.
 
-    ``setup_context(ctx, inputs, output)``: ``ctx.unseen`` is True if the returned function has called the op. Then
-    users do not see the outputs that only the backward needs.
+    ``setup_context(ctx, inputs, output)``: ``ctx.outputs_private`` is True if the returned function has called the op.
+    Then users do not see the outputs that only the backward needs.
 
     ``backward(ctx, saved, *grads)`` gets the saved tensors as an argument, since they must be unpacked before the
     dispatch below autograd begins: their hooks may run any code, such as the recomputation of
@@ -73,9 +73,9 @@ def register_row_op(name: str, *, fake: Callable | None = None, keeps_output: bo
     tensors = types.count("Tensor")
     options = (None,) * (len(types) - tensors)  # their gradients
 
-    def fake_backward(dy, *kept):
-        made = tuple(t.new_empty(t.shape) for t in kept[:tensors])
-        return made if tensors > 1 else made[0]
+    def fake_backward(dy, *saved):
+        results = tuple(t.new_empty(t.shape) for t in saved[:tensors])
+        return results if tensors > 1 else results[0]
 
     def setup_context(ctx, inputs, output):
         ctx.set_materialize_grads(False)
@@ -91,8 +91,8 @@ def register_row_op(name: str, *, fake: Callable | None = None, keeps_output: bo
             return (None,) * len(types)
         if not options:
             return backward_op(dy, *saved)
-        made = backward_op(dy, *saved, *ctx.options)
-        return (*made, *options) if tensors > 1 else (made, *options)
+        results = backward_op(dy, *saved, *ctx.options)
+        return (*results, *options) if tensors > 1 else (results, *options)
 
     return register(
         name,
@@ -135,11 +135,11 @@ def _register_op(op: str, fake: Callable) -> None:
 
 def register_fake(op: str, fake: Callable) -> None:
     """Registers a fake implementation, which runs the checks of the op's arguments before ``fake``."""
-    introduce(getattr(torch.ops.liger_ext, op).default)
+    register_later(getattr(torch.ops.liger_ext, op).default)
     check = getattr(_C.checks, op)
 
     def checked(*args):
-        make_known()
+        register_with_inductor()
         check(*args)
         return fake(*args)
 
@@ -170,8 +170,8 @@ def _register_autograd(name: str, setup_context: Callable, backward: Callable, c
         with below_autograd():
             return backward(ctx, saved, *grads)
 
-    def run_forward_unseen(ctx, *args):
-        ctx.unseen = True
+    def run_private_forward(ctx, *args):
+        ctx.outputs_private = True
         return run_forward(ctx, *args)
 
     def function(forward):
@@ -184,7 +184,7 @@ def _register_autograd(name: str, setup_context: Callable, backward: Callable, c
 
     Function = function(run_forward)
     # Function.apply handles torch.func transforms, which call() has excluded, and then calls this function.
-    apply = super(torch.autograd.Function, function(run_forward_unseen)).apply
+    apply = super(torch.autograd.Function, function(run_private_forward)).apply
 
     def kernel(keyset, *args):
         if forward_ad._current_level >= 0:
@@ -231,10 +231,10 @@ def applied(apply: Callable, *args):
     try:
         return apply(*args)
     except RuntimeError:
-        made_there = [isinstance(arg, torch.Tensor) and arg.is_inference() for arg in args]
-        if torch.is_inference_mode_enabled() or not any(made_there):
+        are_inference = [isinstance(arg, torch.Tensor) and arg.is_inference() for arg in args]
+        if torch.is_inference_mode_enabled() or not any(are_inference):
             raise
-    return apply(*(arg.clone() if inference else arg for arg, inference in zip(args, made_there, strict=True)))
+    return apply(*(arg.clone() if inference else arg for arg, inference in zip(args, are_inference, strict=True)))
 
 
 def _refuse_double_backward(name: str) -> Callable:

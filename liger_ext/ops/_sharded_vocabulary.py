@@ -21,8 +21,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from liger_ext import _C
 from liger_ext.ops._checks import REDUCTIONS, accumulator, require, shape_text
-from liger_ext.ops._compile import flop_formula, outside_of_graphs
-from liger_ext.ops._fused_linear_op import ENTROPY, TENSORS, LossArguments, mixed, rows_again, scaled, unseen
+from liger_ext.ops._compile import disabled_in_graphs, flop_formula
+from liger_ext.ops._fused_linear_op import (
+    ENTROPY,
+    TENSORS,
+    LossArguments,
+    combine_gradients,
+    is_private,
+    recomputed_rows,
+    scale_gradient,
+)
 from liger_ext.ops._loss_plan import padded_vocab
 from liger_ext.ops._register import register_without_derivative
 from liger_ext.ops.cross_entropy import fake_results
@@ -60,7 +68,7 @@ def is_dtensor(t: Tensor) -> bool:
     return hasattr(t, "placements")
 
 
-@outside_of_graphs  # breaks a graph, as the loss does
+@disabled_in_graphs  # breaks a graph, as the loss does
 def local_tensors(
     op: str,
     group: torch.distributed.ProcessGroup | None,
@@ -124,31 +132,33 @@ def _sizes(weight: Tensor, group: torch.distributed.ProcessGroup) -> tuple[int, 
 def _gathered(group: torch.distributed.ProcessGroup, *tensors: Tensor) -> list[Tensor]:
     """Gathers tensors from all processes by one collective. Returns each as ``(shards, ...)``. Tensors with the widest
     elements must come first, so that all are aligned."""
-    bytes_of = [t.detach().reshape(-1).view(torch.uint8) for t in tensors]
-    mine = torch.cat(bytes_of)
+    byte_views = [t.detach().reshape(-1).view(torch.uint8) for t in tensors]
+    mine = torch.cat(byte_views)
     shards = torch.distributed.get_world_size(group)
     every = mine.new_empty(shards, mine.numel())
     torch.distributed.all_gather([*every], mine, group=group)
-    parts = every.split([b.numel() for b in bytes_of], dim=1)
+    parts = every.split([b.numel() for b in byte_views], dim=1)
     return [p.reshape(-1).view(t.dtype).view(shards, *t.shape) for p, t in zip(parts, tensors, strict=True)]
 
 
 class _ShardedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, shard, *arguments):
-        of = LossArguments(*arguments)
-        x, weight, target, bias = of[:4]
+    def forward(ctx, shard, *args):
+        args = LossArguments(*args)
+        x, weight, target, bias = args[:4]
         place = shard.first_class, shard.vocab_size
         head, head_bias = weight, bias
         if weight.shape[0] == 0:  # an empty shard runs with one class of zeros, so that targets are checked here, too
             head, head_bias, place = weight.new_zeros(1, weight.shape[1]), None, (0, shard.vocab_size)
-        wanted = of.need_dx or of.need_dweight or of.need_dbias
-        ctx.kept = wanted and x.shape[0] <= of.chunk_rows and weight.shape[0] > 0 and not of.wide_logits(x, weight)
+        wanted = args.need_dx or args.need_dweight or args.need_dbias
+        ctx.stores_logits = (
+            wanted and x.shape[0] <= args.chunk_rows and weight.shape[0] > 0 and not args.wide_logits(x, weight)
+        )
         logits, statistics, best = _statistics_op(
-            x, head, target, head_bias, of.ce_weight, of.temperature, of.ignore_index, of.label_smoothing, of.softcap,
-            of.logit_scale, of.return_entropy, of.return_mean_logits, of.return_log_sum_sq, of.accum_dtype,
-            of.compute_dtype, of.logits_dtype, *place, of.chunk_rows,
-            of.return_token_accuracy or of.return_predicted_tokens, ctx.kept,
+            x, head, target, head_bias, args.ce_weight, args.temperature, args.ignore_index, args.label_smoothing,
+            args.softcap, args.logit_scale, args.return_entropy, args.return_mean_logits, args.return_log_sum_sq,
+            args.accum_dtype, args.compute_dtype, args.logits_dtype, *place, args.chunk_rows,
+            args.return_token_accuracy or args.return_predicted_tokens, ctx.stores_logits,
         )  # fmt: skip
         if weight.shape[0] == 0:
             statistics.zero_()
@@ -159,20 +169,20 @@ class _ShardedLoss(torch.autograd.Function):
         different = (sums != sums[0]).any()
         if different.device.type == "cpu" and different:
             raise ValueError(f"{_OP}: target is not the same in all processes, between which the vocabulary is sharded")
-        *results, counts, kept_values = _losses_op(
-            logits, statistics.flatten(0, 1), best.flatten(0, 1), x, head, target, of.ce_weight, of.normalizer,
-            of.temperature, *of[TENSORS:_DTYPES], of.compute_dtype, *place,
+        *results, counts, row_state = _losses_op(
+            logits, statistics.flatten(0, 1), best.flatten(0, 1), x, head, target, args.ce_weight, args.normalizer,
+            args.temperature, *args[TENSORS:_DTYPES], args.compute_dtype, *place,
         )  # fmt: skip
-        loss, entropy = results[0], results[ENTROPY] if of.return_entropy else None
+        loss, entropy = results[0], results[ENTROPY] if args.return_entropy else None
         for t in (loss,) if entropy is None else (loss, entropy):
             t.masked_fill_(different, torch.nan)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(t for t in results[1:] if t is not entropy))
         both = (None, None) if entropy is None else (loss, entropy)
-        tensors = x, weight.detach(), target, bias, of.ce_weight, of.temperature
-        ctx.save_for_backward(*tensors, *both, counts, kept_values, logits)
-        ctx.shard, ctx.place, ctx.own_logits = shard, place, unseen(logits)
-        ctx.options = LossArguments(*(None,) * TENSORS, *of[TENSORS:])  # without the tensors, which ctx saves
+        tensors = x, weight.detach(), target, bias, args.ce_weight, args.temperature
+        ctx.save_for_backward(*tensors, *both, counts, row_state, logits)
+        ctx.shard, ctx.place, ctx.overwrites_logits = shard, place, is_private(logits)
+        ctx.options = LossArguments(*(None,) * TENSORS, *args[TENSORS:])  # without the tensors, which ctx saves
         return tuple(results)
 
     @staticmethod
@@ -182,56 +192,67 @@ class _ShardedLoss(torch.autograd.Function):
         gradients, dentropy = [None] * len(ctx.needs_input_grad), others[ENTROPY - 1]
         if dloss is None and dentropy is None:
             return tuple(gradients)
-        of = ctx.options
-        x, weight, target, bias, ce_weight, temperature, loss, entropy, *made_before, logits = ctx.saved_tensors
-        if of.reduction == REDUCTIONS["none"]:  # a NaN in the gradient of an ignored row must not reach the sums
-            ignored = target == of.ignore_index
+        args = ctx.options
+        x, weight, target, bias, ce_weight, temperature, loss, entropy, *forward_results, logits = ctx.saved_tensors
+        if args.reduction == REDUCTIONS["none"]:  # a NaN in the gradient of an ignored row must not reach the sums
+            ignored = target == args.ignore_index
             dloss, dentropy = (d if d is None else torch.where(ignored, 0.0, d) for d in (dloss, dentropy))
-        mix, kept, rows = None, ctx.kept, of.chunk_rows
+        mix, stored, rows = None, ctx.stores_logits, args.chunk_rows
         if dentropy is not None:
-            dloss, mix = mixed(dloss, dentropy, loss, entropy)
-            kept = kept and ctx.own_logits and of.softcap is None and not _get_current_graph_task_keep_graph()
-            if not kept:
+            dloss, mix = combine_gradients(dloss, dentropy, loss, entropy)
+            stored = (
+                stored and ctx.overwrites_logits and args.softcap is None and not _get_current_graph_task_keep_graph()
+            )
+            if not stored:
                 # The stored gradient may not be overwritten, or contains no probabilities: recompute the logits.
-                logits, rows = logits.new_empty(0), min(rows, rows_again(weight, of.wide_logits(x, weight)))
-        dloss = scaled(dloss, temperature, of.logit_scale)
-        options = of.ignore_index, of.reduction, of.label_smoothing, of.lse_square_scale, of.softcap, of.logit_scale
-        options += of.use_token_scaling, of.accum_dtype, of.compute_dtype, of.logits_dtype, *ctx.place, rows
+                logits, rows = logits.new_empty(0), min(rows, recomputed_rows(weight, args.wide_logits(x, weight)))
+        dloss = scale_gradient(dloss, temperature, args.logit_scale)
+        options = (
+            args.ignore_index,
+            args.reduction,
+            args.label_smoothing,
+            args.lse_square_scale,
+            args.softcap,
+            args.logit_scale,
+        )
+        options += args.use_token_scaling, args.accum_dtype, args.compute_dtype, args.logits_dtype, *ctx.place, rows
 
-        def made(mix: Tensor | None, *needs: bool) -> tuple[Tensor, ...]:
+        def compute(mix: Tensor | None, *needs: bool) -> tuple[Tensor, ...]:
             if weight.shape[0] > 0:
-                inputs = x, weight, target, bias, ce_weight, temperature, mix, *made_before, logits
-                op = _backward_in_place if kept and mix is not None else _backward_op
+                inputs = x, weight, target, bias, ce_weight, temperature, mix, *forward_results, logits
+                op = _backward_in_place if stored and mix is not None else _backward_op
                 return op(dloss, *inputs, *options, *needs)
-            dx = x.new_zeros(x.shape, dtype=accumulator(of.compute_dtype or torch.promote_types(x.dtype, weight.dtype)))
+            dx = x.new_zeros(
+                x.shape, dtype=accumulator(args.compute_dtype or torch.promote_types(x.dtype, weight.dtype))
+            )
             return dx, torch.zeros_like(weight), None if bias is None else torch.zeros_like(bias)
 
         # dx is computed first and summed over processes. dweight and dbias are computed meanwhile, which hides the time
         # of the sum.
-        need_dx, *need_parameters = of.need_dx, of.need_dweight, of.need_dbias
-        apart = kept and need_dx and any(need_parameters)
-        dx, dweight, dbias = made(mix, need_dx, False, False) if apart else made(mix, need_dx, *need_parameters)
+        need_dx, *need_parameters = args.need_dx, args.need_dweight, args.need_dbias
+        apart = stored and need_dx and any(need_parameters)
+        dx, dweight, dbias = compute(mix, need_dx, False, False) if apart else compute(mix, need_dx, *need_parameters)
         if need_dx:
             summed = torch.distributed.all_reduce(dx, group=ctx.shard.group, async_op=True)
         if apart:
-            _, dweight, dbias = made(None, False, *need_parameters)  # the stored gradient already contains mix
+            _, dweight, dbias = compute(None, False, *need_parameters)  # the stored gradient already contains mix
         if need_dx:
             summed.wait()
             gradients[1] = dx.to(x.dtype)
-        if of.need_dweight:
+        if args.need_dweight:
             gradients[2] = dweight
-        if of.need_dbias:
+        if args.need_dbias:
             gradients[4] = dbias
         return tuple(gradients)
 
 
-@outside_of_graphs
-def sharded_loss(shard: Shard, of: LossArguments) -> tuple[Tensor, ...]:
-    """Returns the op's first seven results, as ``fused_loss`` does. ``of``: the op's arguments; ``chunk_rows``, the
+@disabled_in_graphs
+def sharded_loss(shard: Shard, args: LossArguments) -> tuple[Tensor, ...]:
+    """Returns the op's first seven results, as ``fused_loss`` does. ``args``: the op's arguments; ``chunk_rows``, the
     number of rows of logits that may exist at a time, is the only part of the plan with an effect."""
-    if of.ce_weight is not None and of.ce_weight.requires_grad and torch.is_grad_enabled():
+    if args.ce_weight is not None and args.ce_weight.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(f"{_OP} has no gradient for ce_weight: pass ce_weight.detach()")
-    return _ShardedLoss.apply(shard, *of)
+    return _ShardedLoss.apply(shard, *args)
 
 
 def _dtypes(x: Tensor, weight: Tensor, compute_dtype: torch.dtype | None) -> tuple[torch.dtype, torch.dtype]:
@@ -259,7 +280,7 @@ def _fake_losses(logits, statistics, best_class, x, weight, target, *others):
         *fake_results(x, rows, acc, reduction, z_loss, accuracy, predicted),
         *(x.new_empty(rows if moment else 0, dtype=acc) for moment in (entropy, mean, squares)),
         x.new_empty(_C.cross_entropy_counts, dtype=acc),
-        x.new_empty(_C.kept_for_gradients(rows, token_scaling), dtype=acc),
+        x.new_empty(_C.gradient_state_size(rows, token_scaling), dtype=acc),
     )
 
 

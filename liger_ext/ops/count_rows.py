@@ -25,11 +25,11 @@ class CountedRows:
     """The rows of a target that are not ignored, as :func:`count_rows` returns them."""
 
     def __init__(
-        self, order: Tensor, kept: Tensor, counted: torch.cuda.Event | None = None, max_rows: int | None = None
+        self, order: Tensor, count: Tensor, event: torch.cuda.Event | None = None, max_rows: int | None = None
     ) -> None:
         self._order = order  # indices of all rows; first those that are not ignored
-        self._kept = kept  # the number of rows that are not ignored; without max_rows the host reads it after the event
-        self._counted = counted
+        self._count = count  # of rows that are not ignored; without max_rows the host reads it after the event
+        self._event = event
         self._max_rows = max_rows
 
     def __repr__(self) -> str:
@@ -41,12 +41,12 @@ class CountedRows:
         with ``max_rows``, n is that number, and the host does not wait."""
         if self._max_rows is not None:
             return self._order[: self._max_rows]
-        if self._counted is not None:
-            self._counted.synchronize()  # other Python threads may run meanwhile
-            torch.cuda.current_stream(self._order.device).wait_event(self._counted)
+        if self._event is not None:
+            self._event.synchronize()  # other Python threads may run meanwhile
+            torch.cuda.current_stream(self._order.device).wait_event(self._event)
         rows = self._order.numel()
         step = max(1, -(-rows // _SIXTEENTHS))
-        n = min(rows, max(1, -(-int(self._kept) // step)) * step)
+        n = min(rows, max(1, -(-int(self._count) // step)) * step)
         return None if n == rows else self._order[:n]
 
     def targets(self, op: str, index: Tensor, target: Tensor, ignore_index: int, looks: bool) -> Tensor:
@@ -105,7 +105,7 @@ def count_rows(target: Tensor, ignore_index: int = -100, max_rows: int | None = 
     if torch.compiler.is_compiling() or type(target) is not Tensor or target.device.type not in ("cpu", "cuda"):
         return None
     if target.device.type == "cpu":
-        return CountedRows(*_ordered(target, ignore_index))
+        return CountedRows(*_order_and_count(target, ignore_index))
     if torch.cuda.is_current_stream_capturing():
         return None
     with torch.cuda.device(target.device):
@@ -113,13 +113,13 @@ def count_rows(target: Tensor, ignore_index: int = -100, max_rows: int | None = 
         stream = _stream(target.device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            ordered, kept = _ordered(target, ignore_index)
+            ordered, count = _order_and_count(target, ignore_index)
             order.copy_(ordered)
-            on_host = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(kept, non_blocking=True)
-            counted = stream.record_event()
+            on_host = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(count, non_blocking=True)
+            event = stream.record_event()
         for t in (target, order):  # allocated on the current stream, used on the other
             t.record_stream(stream)
-        return CountedRows(order, on_host, counted)
+        return CountedRows(order, on_host, event)
 
 
 def _at_most(target: Tensor, ignore_index: int, max_rows: int) -> CountedRows | None:
@@ -128,13 +128,13 @@ def _at_most(target: Tensor, ignore_index: int, max_rows: int) -> CountedRows | 
         raise ValueError(f"count_rows: max_rows is {max_rows}, expected at least 1")
     if max_rows >= target.numel():
         return None
-    order, kept = _ordered(target, ignore_index)
-    if target.device.type == "cpu" and not torch.compiler.is_compiling() and kept > max_rows:
-        raise ValueError(f"count_rows: max_rows is {max_rows}, but {int(kept)} rows of target are not ignored")
-    return CountedRows(order, kept, max_rows=max_rows)
+    order, count = _order_and_count(target, ignore_index)
+    if target.device.type == "cpu" and not torch.compiler.is_compiling() and count > max_rows:
+        raise ValueError(f"count_rows: max_rows is {max_rows}, but {int(count)} rows of target are not ignored")
+    return CountedRows(order, count, max_rows=max_rows)
 
 
-def _ordered(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+def _order_and_count(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     ignored = target.detach().reshape(-1) == ignore_index
     return torch.argsort(ignored, stable=True), ignored.numel() - ignored.sum()
 
@@ -211,10 +211,10 @@ def gather(x: Tensor, index: Tensor) -> Tensor:
 
 def for_all_rows(outputs, index: Tensor, rows: int, per_row: bool, *wanted: bool) -> tuple[Tensor, ...]:
     """Expands per-row results of the listed rows to all ``rows``. Ignored rows get 0, and -1 as predicted token."""
-    made = []
+    expanded = []
     for nth, (values, want) in enumerate(zip(outputs, (True, *wanted), strict=False)):
         predicted = nth == 3
         if want and (per_row or predicted):
             values = values.new_full((rows,), -1 if predicted else 0).index_copy_(0, index, values)
-        made.append(values)
-    return tuple(made)
+        expanded.append(values)
+    return tuple(expanded)

@@ -16,8 +16,8 @@ from liger_ext.ops._checks import (
     check_integer,
     check_tensors,
     class_targets,
-    code_of,
-    holds,
+    condition_holds,
+    mode_code,
     require,
     shape_text,
 )
@@ -102,7 +102,7 @@ def cross_entropy(
             f"cross_entropy: target has shape {shape_text(target)}, expected that of logits {shape_text(logits)} "
             "but for the last"
         )
-    if logits.dim() > 2 and all(holds(n == logits.shape[-1], guards=False) for n in logits.shape[1:-1]):
+    if logits.dim() > 2 and all(condition_holds(n == logits.shape[-1], guards=False) for n in logits.shape[1:-1]):
         raise ValueError(
             f"cross_entropy: logits has shape {shape_text(logits)}, which fits target {shape_text(target)} whether "
             "classes are the last dimension, as here, or dimension 1, as in torch.nn.functional.cross_entropy. Pass "
@@ -117,7 +117,7 @@ def cross_entropy(
         target if target.dim() == 1 else target.reshape(-1),
         weight,
         ignore_index,
-        code_of("cross_entropy", "reduction", reduction, REDUCTIONS),
+        mode_code("cross_entropy", "reduction", reduction, REDUCTIONS),
         label_smoothing,
         lse_square_scale,
         softcap,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from liger_ext import _C
-from liger_ext.ops._checks import code_of
+from liger_ext.ops._checks import mode_code
 from liger_ext.ops._register import register_row_op, register_without_derivative
 
 __all__ = [
@@ -69,7 +69,7 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
     Raises:
         ValueError: as in :func:`swiglu`, or another value of ``approximate``.
     """
-    return _glu(gate, up, code_of("geglu", "approximate", approximate, _GELU), 1.0, 1.0)
+    return _glu(gate, up, mode_code("geglu", "approximate", approximate, _GELU), 1.0, 1.0)
 
 
 def swiglu_packed(gate_up: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Tensor:
@@ -92,7 +92,7 @@ def swiglu_packed(gate_up: Tensor, gate_multiplier: float = 1.0, down_multiplier
 
 def geglu_packed(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
     """Computes :func:`geglu` of the halves of one tensor; see :func:`swiglu_packed`."""
-    return _glu_packed(gate_up, code_of("geglu_packed", "approximate", approximate, _GELU), 1.0, 1.0)
+    return _glu_packed(gate_up, mode_code("geglu_packed", "approximate", approximate, _GELU), 1.0, 1.0)
 
 
 class _GatedMLP(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_ext.ops._checks import CASTING_MODES, accumulator, code_of
+from liger_ext.ops._checks import CASTING_MODES, accumulator, mode_code
 from liger_ext.ops._modules import NormModule, last_size
 from liger_ext.ops._register import register
 
@@ -53,7 +53,7 @@ def rms_norm(
     Raises:
         ValueError: an unknown casting mode, a dtype that is not supported, or a weight of another shape or device.
     """
-    return _rms_norm(x, weight, eps, offset, code_of("rms_norm", "casting_mode", casting_mode, CASTING_MODES))[0]
+    return _rms_norm(x, weight, eps, offset, mode_code("rms_norm", "casting_mode", casting_mode, CASTING_MODES))[0]
 
 
 def add_rms_norm(
@@ -79,7 +79,7 @@ def add_rms_norm(
         ValueError: as in :func:`rms_norm`, or a residual of another shape or device.
     """
     return _add_rms_norm(
-        x, residual, weight, eps, offset, code_of("add_rms_norm", "casting_mode", casting_mode, CASTING_MODES)
+        x, residual, weight, eps, offset, mode_code("add_rms_norm", "casting_mode", casting_mode, CASTING_MODES)
     )[:2]
 
 
@@ -116,7 +116,7 @@ class LigerRMSNorm(NormModule):
         super().__init__()
         hidden_size = last_size(self, "hidden_size", hidden_size)
         self._make_parameters(hidden_size, init_fn, eps, device, dtype, weight=elementwise_affine)
-        code_of(type(self).__name__, "casting_mode", casting_mode, CASTING_MODES)
+        mode_code(type(self).__name__, "casting_mode", casting_mode, CASTING_MODES)
         self.offset = offset
         self.casting_mode = casting_mode
         self.in_place = in_place
@@ -242,7 +242,7 @@ class LigerFusedAddRMSNorm(NormModule):
         super().__init__()
         hidden_size = last_size(self, "hidden_size", hidden_size)
         self._make_parameters(hidden_size, init_fn, eps, device, dtype, weight=True)
-        code_of(type(self).__name__, "casting_mode", casting_mode, CASTING_MODES)
+        mode_code(type(self).__name__, "casting_mode", casting_mode, CASTING_MODES)
         self.offset = offset
         self.casting_mode = casting_mode
         self.in_place = in_place

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_ext import _C
-from liger_ext.ops._checks import ROPE_LAYOUTS, check_integer, check_tensors, code_of, shape_text
+from liger_ext.ops._checks import ROPE_LAYOUTS, check_integer, check_tensors, mode_code, shape_text
 from liger_ext.ops._register import register
 
 __all__ = [
@@ -63,7 +63,7 @@ def rope(
     """
     check_tensors("rope", q=q, k=q if k is None else k, cos=cos, sin=sin)
     check_integer("rope", unsqueeze_dim=unsqueeze_dim)
-    code = code_of("rope", "layout", layout, ROPE_LAYOUTS)
+    code = mode_code("rope", "layout", layout, ROPE_LAYOUTS)
     cos = cos.unsqueeze(0) if cos.dim() == 2 else cos
     sin = sin.unsqueeze(0) if sin.dim() == 2 else sin
     if unsqueeze_dim == 1:

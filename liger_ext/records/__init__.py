@@ -17,17 +17,17 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from liger_ext.records._record import Make, Record, Roundings, Size, Timed
+from liger_ext.records._record import InputFactory, Record, Roundings, Size, Timed
 
-__all__ = ["RECORDS", "Make", "Record", "Roundings", "Size", "Timed"]
+__all__ = ["RECORDS", "InputFactory", "Record", "Roundings", "Size", "Timed"]
 
 
 def _found() -> dict[str, Record]:
     found: dict[str, Record] = {}
     for module in pkgutil.iter_modules(__path__):
         if not module.name.startswith("_"):
-            made = vars(importlib.import_module(f"{__name__}.{module.name}")).values()
-            records = {id(value): value for value in made if isinstance(value, Record)}
+            values = vars(importlib.import_module(f"{__name__}.{module.name}")).values()
+            records = {id(value): value for value in values if isinstance(value, Record)}
             if not records:
                 raise ImportError(f"{__name__}.{module.name} has no Record: each module here describes ops")
             found |= {record.name: record for record in records.values()}

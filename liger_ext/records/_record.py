@@ -1,6 +1,6 @@
 """The classes of the records. A ``Record`` describes an op. Its functions receive a ``Size`` (the sizes of a call) and
-a ``Make`` (which creates random tensors for the op's inputs). The field ``roundings`` holds ``Roundings`` (counts for
-the error bound), the field ``timed`` holds ``Timed`` (benchmarks)."""
+an ``InputFactory`` (which creates random tensors for the op's inputs). The field ``roundings`` holds ``Roundings``
+(counts for the error bound), the field ``timed`` holds ``Timed`` (benchmarks)."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def matrices(forward: int, backward: int, statistics: int = 0) -> Callable[[Size
     return moved
 
 
-class Make:
+class InputFactory:
     """Creates random tensors for an op's inputs, in one dtype (unless a call names another) on one device.
 
     ``generator``: by default one on the CPU, which draws the same values for all devices. ``ignored``: every
@@ -142,7 +142,7 @@ class Record:
 
     # The op's calls: the arguments by name, in the order of the function's parameters; the size of a call in a small
     # model with (tokens, hidden_size, vocab_size); the size of a call in a training step of an 8B Llama.
-    inputs: Callable[[Make, Size], dict[str, Any]]
+    inputs: Callable[[InputFactory, Size], dict[str, Any]]
     example: Callable[[int, int, int], Size]
     llama: Size
 
@@ -153,9 +153,9 @@ class Record:
     timed: tuple[Timed, ...]
     launched_as: str = ""
     launch_options: Callable[[Size, torch.dtype, _C.DeviceProfile, Mapping[str, Any]], Mapping[str, Any]] = (
-        lambda size, *of: {}
+        lambda size, *_: {}
     )
-    as_tuned: Callable[[Size, torch.dtype, _C.DeviceProfile], tuple[Size, Mapping[str, Any]]] = lambda size, *of: (
+    as_tuned: Callable[[Size, torch.dtype, _C.DeviceProfile], tuple[Size, Mapping[str, Any]]] = lambda size, *_: (
         size,
         {},
     )

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ext.ops._checks import accumulator
-from liger_ext.records._record import Make, Record, Roundings, Size, Timed, matrices, sizes
+from liger_ext.records._record import InputFactory, Record, Roundings, Size, Timed, matrices, sizes
 from liger_ext.records._sizes import Tensors
 
 
@@ -151,15 +151,15 @@ def cross_entropy_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Ten
     if "loss" in grads:
         grad = (valid * grads["loss"].abs())[:, None]
         hard, soft = (1 - smoothing) * w[index][:, None], smoothing / vocab
-        of_p = (hard + soft * w.sum()) * by_ce + 2 * s * by_z * size[:, None]
-        terms = of_p * p + (hard * F.one_hot(index, vocab) + soft * w) * by_ce
+        p_factor = (hard + soft * w.sum()) * by_ce + 2 * s * by_z * size[:, None]
+        terms = p_factor * p + (hard * F.one_hot(index, vocab) + soft * w) * by_ce
         # A capped logit has the roundings of a quotient, a tanh and a product, each as large as itself.
         steps = 1 + size / (2 if softcap else 4)
         scales["dlogits"] = terms * steps[:, None] * grad
         # The derivative of a class's gradient by its own logit. It is at most as large as the gradient, unless label
         # smoothing subtracts nearly p from p.
         slope = 1 - (capped / softcap).square() if softcap else 1
-        scales["dlogits by its logit"] = of_p * p * (1 - p) * slope * grad
+        scales["dlogits by its logit"] = p_factor * p * (1 - p) * slope * grad
     return scales
 
 
@@ -167,7 +167,7 @@ def cross_entropy_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Ten
 LOSS_ROUNDINGS = {"loss": Roundings(12, 1), "z_loss": Roundings(16, 1), "token_accuracy": Roundings(2)}
 
 
-def _inputs(make: Make, size: Size) -> dict[str, Any]:
+def _inputs(make: InputFactory, size: Size) -> dict[str, Any]:
     return {"logits": make.leaf(size.rows, size.cols, scale=3), "target": make.targets(size.rows, size.cols)}
 
 

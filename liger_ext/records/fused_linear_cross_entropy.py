@@ -14,9 +14,9 @@ from torch import Tensor
 
 from liger_ext import _C
 from liger_ext.ops._checks import accumulator
-from liger_ext.ops._loss_devices import device_with
+from liger_ext.ops._loss_devices import profile_index
 from liger_ext.ops._loss_plan import Call, chunk_rows, plan
-from liger_ext.records._record import Make, Record, Roundings, Size
+from liger_ext.records._record import InputFactory, Record, Roundings, Size
 from liger_ext.records._sizes import Tensors, stored_steps
 from liger_ext.records.cross_entropy import (
     LOSS_ROUNDINGS,
@@ -103,13 +103,13 @@ def fused_linear_cross_entropy_scales(
     return scales
 
 
-def _inputs(make: Make, size: Size) -> dict[str, Any]:
-    made = {"x": make.leaf(size.rows, size.hidden), "weight": make.leaf(size.cols, size.hidden, scale=0.1)}
-    return made | {"target": make.targets(size.rows, size.cols)}
+def _inputs(make: InputFactory, size: Size) -> dict[str, Any]:
+    tensors = {"x": make.leaf(size.rows, size.hidden), "weight": make.leaf(size.cols, size.hidden, scale=0.1)}
+    return tensors | {"target": make.targets(size.rows, size.cols)}
 
 
 def _call(size: Size, dtype: torch.dtype, profile: _C.DeviceProfile) -> Call:
-    return Call.of(size.rows, size.hidden, size.cols, dtype, device_with(profile))
+    return Call.uniform(size.rows, size.hidden, size.cols, dtype, profile_index(profile))
 
 
 def _launch_options(

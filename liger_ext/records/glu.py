@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_ext.records._record import Make, Record, Roundings, Size, Timed, matrices, sizes
+from liger_ext.records._record import InputFactory, Record, Roundings, Size, Timed, matrices, sizes
 from liger_ext.records._sizes import Tensors
 
 
@@ -89,7 +89,7 @@ def _record(
 ) -> Record:
     packed = bool(kernels)  # a packed op runs the kernels of the op of two tensors
 
-    def inputs(make: Make, size: Size) -> dict[str, Any]:
+    def inputs(make: InputFactory, size: Size) -> dict[str, Any]:
         if packed:
             return {"gate_up": make.leaf(size.rows, 2 * size.cols, scale=2)}
         return {name: make.leaf(size.rows, size.cols, scale=2) for name in ("gate", "up")}

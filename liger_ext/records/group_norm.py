@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from liger_ext.records._norms import NORM_DX, NORM_SUMS, gradient_scale
-from liger_ext.records._record import Make, Record, Roundings, Size, Timed, matrices
+from liger_ext.records._record import InputFactory, Record, Roundings, Size, Timed, matrices
 from liger_ext.records._sizes import Tensors, peak
 
 
@@ -21,7 +21,7 @@ def _rows(t: Tensor, num_groups: int) -> Tensor:
     return t.reshape(batch, num_groups, channels // num_groups * math.prod(elements))
 
 
-def _of_channels(parameter: Tensor, x: Tensor) -> Tensor:
+def _channel_view(parameter: Tensor, x: Tensor) -> Tensor:
     return parameter.view(-1, *[1] * (x.dim() - 2)).expand_as(x)
 
 
@@ -31,8 +31,8 @@ def group_norm(
     rows = _rows(x, num_groups)
     centred = rows - rows.mean(-1, keepdim=True)
     y = (centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)).reshape(x.shape)
-    y = y if weight is None else y * _of_channels(weight, x)
-    return y if bias is None else y + _of_channels(bias, x)
+    y = y if weight is None else y * _channel_view(weight, x)
+    return y if bias is None else y + _channel_view(bias, x)
 
 
 def torch_group_norm(
@@ -41,7 +41,7 @@ def torch_group_norm(
     if x.numel() == 0:  # PyTorch's group_norm then returns no gradients of weight and bias
         return group_norm(x, num_groups, weight, bias, eps)
     if weight is None and bias is not None:  # PyTorch's group_norm returns no gradient of a bias without a weight
-        return torch_group_norm(x, num_groups, eps=eps) + _of_channels(bias, x)
+        return torch_group_norm(x, num_groups, eps=eps) + _channel_view(bias, x)
     # Not F.group_norm, which raises for a group of one element. Contiguous, since torch 2.13 crashes with channels last
     # if x requires no gradient.
     return torch.group_norm(x.contiguous(), num_groups, weight, bias, eps)
@@ -52,8 +52,8 @@ def group_norm_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tensor
     rows = _rows(x, num_groups)
     centred = rows - rows.mean(-1, keepdim=True)
     rstd = torch.rsqrt(centred.square().mean(-1, keepdim=True) + inputs.get("eps", 1e-6))
-    w = torch.ones_like(x) if weight is None else _of_channels(weight, x)
-    b = 0 if bias is None else _of_channels(bias, x).abs()
+    w = torch.ones_like(x) if weight is None else _channel_view(weight, x)
+    b = 0 if bias is None else _channel_view(bias, x).abs()
     normalised = (rstd * peak(rows)).expand_as(rows).reshape(x.shape)
     scales = {"out": normalised * w.abs() + b}
     if "out" in grads:
@@ -75,7 +75,7 @@ def _groups(size: Size) -> int:
     return math.gcd(size.rows, 32)
 
 
-def _inputs(make: Make, size: Size) -> dict[str, Any]:
+def _inputs(make: InputFactory, size: Size) -> dict[str, Any]:
     groups, elements = _groups(size), _elements(size)
     channels = groups * (size.cols // elements)
     x = make.leaf(size.rows // groups, channels, elements)
@@ -112,7 +112,7 @@ GROUP_NORM = Record(
         ),
     ),
     parameters=("weight", "bias"),
-    launch_options=lambda size, *of: {
+    launch_options=lambda size, *_: {
         "bias": True,
         "groups": _groups(size),
         "channel": _elements(size),

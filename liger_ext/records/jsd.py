@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ext.ops._checks import accumulator
-from liger_ext.records._record import Make, Record, Roundings, Size, Timed, matrices, sizes
+from liger_ext.records._record import InputFactory, Record, Roundings, Size, Timed, matrices, sizes
 from liger_ext.records._sizes import Tensors
 
 # Replaces -inf: exp(_FLOOR) is 0 in float64, and differences with _FLOOR are finite.
@@ -27,11 +27,11 @@ def _log_mixture(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
     return torch.logaddexp(math.log(beta) + _finite(log_p), math.log1p(-beta) + _finite(log_q))
 
 
-def _kl(log_of: Tensor, log_to: Tensor) -> Tensor:
-    """Returns ``of * log(of / to)``, and 0 where ``of`` is 0."""
-    there = log_of != -math.inf
-    log_of, log_to = torch.where(there, log_of, _FLOOR), torch.where(there, log_to, _FLOOR)
-    return torch.exp(log_of) * (log_of - log_to)
+def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+    """Returns ``a * log(a / b)``, and 0 where ``a`` is 0."""
+    there = log_a != -math.inf
+    log_a, log_b = torch.where(there, log_a, _FLOOR), torch.where(there, log_b, _FLOOR)
+    return torch.exp(log_a) * (log_a - log_b)
 
 
 def _counted(log_q: Tensor, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
@@ -69,9 +69,9 @@ def torch_jsd(
         columns = F.kl_div(log_p, log_q, reduction="none", log_target=True)
     else:
         log_m = torch.logsumexp(torch.stack([log_p + math.log(beta), log_q + math.log1p(-beta)]), 0)
-        of_p = F.kl_div(log_m, log_p, reduction="none", log_target=True)
-        of_q = F.kl_div(log_m, log_q, reduction="none", log_target=True)
-        columns = beta * of_p + (1 - beta) * of_q
+        p_terms = F.kl_div(log_m, log_p, reduction="none", log_target=True)
+        q_terms = F.kl_div(log_m, log_q, reduction="none", log_target=True)
+        columns = beta * p_terms + (1 - beta) * q_terms
     return {"loss": _mean(columns, _counted(log_q, shift_labels, ignore_index))}
 
 
@@ -89,24 +89,25 @@ def jsd_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tensors) -> d
     if torch.finfo(compute).bits == 16:
         rounded = 0.25
     if beta in (0, 1):
-        of_p, of_q = (p * (y - x).abs(), none) if beta == 0 else (none, q * ((x - y).abs() + 1))
-        slopes = p if beta == 0 else of_q
+        p_terms, q_terms = (p * (y - x).abs(), none) if beta == 0 else (none, q * ((x - y).abs() + 1))
+        slopes = p if beta == 0 else q_terms
     else:
         # log M is the larger of x and y, plus a number with a rounding error of its own size.
         log_m = _log_mixture(x, y, beta)
         from_m = torch.maximum(x, y) - log_m
-        of_p, of_q = (
-            w * ((of - log_m).abs() + 2 * from_m.abs() + rounded) for w, of in ((beta * p, y), ((1 - beta) * q, x))
+        p_terms, q_terms = (
+            w * ((log_z - log_m).abs() + 2 * from_m.abs() + rounded)
+            for w, log_z in ((beta * p, y), ((1 - beta) * q, x))
         )
-        slopes = of_q
+        slopes = q_terms
     by_rows = 1 / counted.sum().clamp(min=1)
-    scales = {"loss": _mean(of_p + of_q, counted)}
+    scales = {"loss": _mean(p_terms + q_terms, counted)}
     if "loss" in grads:
         scales["dlog_q"] = slopes * counted[..., None] * by_rows * grads["loss"].abs()
     return scales
 
 
-def _inputs(make: Make, size: Size) -> dict[str, Any]:
+def _inputs(make: InputFactory, size: Size) -> dict[str, Any]:
     student, teacher = (make.leaf(size.rows, size.cols, scale=2) for _ in range(2))
     log_q, log_p = (torch.log_softmax(t.detach().float(), -1).to(make.dtype) for t in (student, teacher))
     return {"log_q": log_q.requires_grad_(), "log_p": log_p, "shift_labels": make.targets(size.rows, size.cols)}

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ext.records._norms import NORM_DX, NORM_SUMS, NORM_TIMED, gradient_scale, norm_example
-from liger_ext.records._record import Make, Record, Roundings, Size, matrices
+from liger_ext.records._record import InputFactory, Record, Roundings, Size, matrices
 from liger_ext.records._sizes import Tensors, peak
 
 
@@ -40,7 +40,7 @@ def layer_norm_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tensor
     return scales
 
 
-def _inputs(make: Make, size: Size) -> dict[str, Any]:
+def _inputs(make: InputFactory, size: Size) -> dict[str, Any]:
     weight = {"weight": make.leaf(size.cols, mean=1, scale=0.3), "bias": make.leaf(size.cols)}
     return {"x": make.leaf(size.rows, size.cols), **weight}
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ext.records._norms import NORM, NORM_DX, NORM_SUMS, NORM_TIMED, gradient_scale, norm_example
-from liger_ext.records._record import Make, Record, Roundings, Size, Timed, matrices, sizes
+from liger_ext.records._record import InputFactory, Record, Roundings, Size, Timed, matrices, sizes
 from liger_ext.records._sizes import Tensors, peak
 
 
@@ -57,7 +57,7 @@ def rms_norm_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tensors)
     return {"dx": gradient_scale(x * rstd, rstd, grads["out"], weight, offset)}
 
 
-def _of_sum(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+def _add_norm(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
     """Returns add + norm. The norm is applied to the sum after its rounding to ``stored``."""
 
     def add_norm(
@@ -75,8 +75,8 @@ def _of_sum(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]
     return add_norm
 
 
-add_rms_norm = _of_sum(rms_norm)
-torch_add_rms_norm = _of_sum(torch_rms_norm)
+add_rms_norm = _add_norm(rms_norm)
+torch_add_rms_norm = _add_norm(torch_rms_norm)
 
 
 def add_rms_norm_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tensors) -> dict[str, Tensor]:
@@ -95,10 +95,10 @@ def _rounded_product(inputs: Mapping[str, Any]) -> tuple[str, ...]:
     return ("out", "out0") if inputs.get("casting_mode", "llama") == "llama" else ()
 
 
-def _inputs(*rows: str) -> Callable[[Make, Size], dict[str, Any]]:
-    def inputs(make: Make, size: Size) -> dict[str, Any]:
-        made = {name: make.leaf(size.rows, size.cols) for name in rows}
-        return made | {"weight": make.leaf(size.cols, mean=1, scale=0.3)}
+def _inputs(*rows: str) -> Callable[[InputFactory, Size], dict[str, Any]]:
+    def inputs(make: InputFactory, size: Size) -> dict[str, Any]:
+        tensors = {name: make.leaf(size.rows, size.cols) for name in rows}
+        return tensors | {"weight": make.leaf(size.cols, mean=1, scale=0.3)}
 
     return inputs
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_ext.records._record import Make, Record, Roundings, Size, Timed
+from liger_ext.records._record import InputFactory, Record, Roundings, Size, Timed
 from liger_ext.records._sizes import Tensors, peak
 
 
@@ -49,7 +49,7 @@ def rope_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tensors) -> 
     return {name: 2 * max(1.0, table) * peak(t) for name, t in named.items() if t is not None}
 
 
-def _inputs(make: Make, size: Size) -> dict[str, Any]:
+def _inputs(make: InputFactory, size: Size) -> dict[str, Any]:
     """Creates q and k with the strides of a projection's output: [batch, positions, heads, head_dim], transposed."""
     q_heads, k_heads, rotary = size.heads
     q, k = (

@@ -28,8 +28,8 @@ def softmax_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tensors) 
     compute, y, dy = inputs["compute_dtype"], outputs["out"], grads["out"]
     if torch.finfo(compute).bits == 16:  # subnormal values of a dtype have a constant rounding error
         y = y.clamp(min=torch.finfo(compute).smallest_normal)
-    rounding_of_y = y * (dy.abs() + (dy * y).abs().sum(-1, keepdim=True))
-    return {"dx": stored_steps(compute) * rounding_of_y + peak(rounding_of_y)}
+    y_rounding = y * (dy.abs() + (dy * y).abs().sum(-1, keepdim=True))
+    return {"dx": stored_steps(compute) * y_rounding + peak(y_rounding)}
 
 
 SOFTMAX = Record(

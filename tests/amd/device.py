@@ -60,13 +60,13 @@ class Device:
         self.arch, self.images = arch, objects.images(arch)
         self.kernels: dict[str, dict] = {}
         for image in self.images:
-            found = objects.metadata_of(image)
+            found = objects.kernel_metadata(image)
             assert not found.keys() & self.kernels.keys(), "two kernels have the same name"
             self.kernels |= found
         self.names = dict(zip(self.kernels, objects.short_names(list(self.kernels)), strict=True))
         self.launched: Counter[str] = Counter()
         self.execute: Callable[[Launch], None]
-        variables = [item for image in self.images for item in objects.variables_of(image).items()]
+        variables = [item for image in self.images for item in objects.host_variables(image).items()]
         self._variables = {name: ctypes.create_string_buffer(value, len(value)) for name, value in variables}
 
         os.environ["LIGER_EXT_LIB"] = str(LIBRARY.parent)
@@ -121,7 +121,7 @@ class Emulation:
         self._folder = tempfile.TemporaryDirectory(prefix="liger_ext_amd_")
         self._code: dict[str, Any] = {}
         for number, image in enumerate(device.images):
-            kernels = objects.metadata_of(image)
+            kernels = objects.kernel_metadata(image)
             if kernels:
                 path = Path(self._folder.name) / f"{number}.co"
                 path.write_bytes(emulator.readable(image))

@@ -51,7 +51,7 @@ class Report:
             line["wrong"] += bool(problem)
 
     def _line(self, case: Case, dtype: torch.dtype) -> dict:
-        line = numerics.line_of(self._ops, self.device.arch, case.op, dtype)
+        line = numerics.ensure_line(self._ops, self.device.arch, case.op, dtype)
         for key, nothing in NO_CASES.items():
             line.setdefault(key, nothing)
         return line
@@ -105,7 +105,7 @@ def run_checks(device: Device, report: Report) -> None:
         check_stream_copy,
         check_bad_targets,
         check_saved_without_gaps,
-        check_h_of_the_glu_backward,
+        check_glu_backward_h,
         check_log_probs,
     )
     for check in checks:
@@ -144,7 +144,7 @@ def check_saved_without_gaps(device: Device) -> None:
         assert worst.ratio <= 1, str(worst)
 
 
-def check_h_of_the_glu_backward(device: Device) -> None:
+def check_glu_backward_h(device: Device) -> None:
     for dtype in DTYPES:
         for *tensors, activation, gate_multiplier, down_multiplier in h_cases(dtype):
             check_h(*map(device.place, tensors), activation, gate_multiplier, down_multiplier)

@@ -38,7 +38,7 @@ def main() -> int:
 
     from amd.judge import placed_inputs
     from liger_ext import functional
-    from liger_ext.testing import outputs_of
+    from liger_ext.testing import named_outputs
 
     found: set[str] = set()
 
@@ -49,7 +49,7 @@ def main() -> int:
     device.execute = check
     for case in cases():
         inputs = placed_inputs(device, case, case.inputs())
-        outputs = [t for t in outputs_of(getattr(functional, case.op)(**inputs)).values() if t.requires_grad]
+        outputs = [t for t in named_outputs(getattr(functional, case.op)(**inputs)).values() if t.requires_grad]
         wanted = [v for v in inputs.values() if isinstance(v, torch.Tensor) and v.requires_grad]
         torch.autograd.grad(outputs, wanted, [torch.ones_like(t) for t in outputs])
 

@@ -67,7 +67,7 @@ def bundled_images(bundle: bytes) -> dict[str, bytes]:
     return images
 
 
-def images_of(library: os.PathLike | str) -> list[dict[str, bytes]]:
+def code_images(library: os.PathLike | str) -> list[dict[str, bytes]]:
     """Returns the ELF files of each source of a HIP library, by architecture."""
     with open(library, "rb") as file:
         section = ELFFile(file).get_section_by_name(".hip_fatbin")
@@ -76,7 +76,7 @@ def images_of(library: os.PathLike | str) -> list[dict[str, bytes]]:
     return [bundled_images(data[start:]) for start in starts]
 
 
-def metadata_of(image: bytes) -> dict[str, dict]:
+def kernel_metadata(image: bytes) -> dict[str, dict]:
     """Returns the metadata of a code object's kernels by symbol; empty for a code object without kernels."""
     for segment in ELFFile(io.BytesIO(image)).iter_segments("PT_NOTE"):
         for note in segment.iter_notes():
@@ -86,7 +86,7 @@ def metadata_of(image: bytes) -> dict[str, dict]:
     return {}
 
 
-def variables_of(image: bytes) -> dict[str, bytes]:
+def host_variables(image: bytes) -> dict[str, bytes]:
     """Returns the initial values of the variables that the host can look up in a code object, by symbol."""
     elf, found = ELFFile(io.BytesIO(image)), {}
     for symbol in elf.get_section_by_name(".dynsym").iter_symbols():
@@ -146,8 +146,8 @@ def disassembled(image: bytes) -> dict[str, list[str]]:
     return functions
 
 
-def kernels_of_image(image: bytes) -> list[Kernel]:
-    metadata = metadata_of(image)
+def image_kernels(image: bytes) -> list[Kernel]:
+    metadata = kernel_metadata(image)
     if not metadata:
         return []
     functions = disassembled(image)
@@ -162,7 +162,9 @@ def images(arch: str) -> list[bytes]:
         found = [path.read_bytes() for path in sorted(SEPARATE[arch].glob("*.co")) if arch in BUILT]
         script = f"tests/compile_{arch}.sh"
     else:
-        found = [by_arch[arch] for by_arch in images_of(HIP_LIBRARY) if arch in by_arch] if HIP_LIBRARY.exists() else []
+        found = (
+            [by_arch[arch] for by_arch in code_images(HIP_LIBRARY) if arch in by_arch] if HIP_LIBRARY.exists() else []
+        )
         script = "tests/compile_gpu.sh hip"
     if not found:
         raise FileNotFoundError(f"there is no code for {arch}: run {script}")

@@ -79,9 +79,9 @@ void emulated_device(const char* arch, int warp, int multiprocessors, int shared
 }
 void emulated_failure(const char* text) { device.failure = text; }
 void* emulated_allocate(size_t bytes) {
-  const Memory made(bytes);
-  allocations().emplace(made.data, made);
-  return made.data;
+  const Memory allocation(bytes);
+  allocations().emplace(allocation.data, allocation);
+  return allocation.data;
 }
 void emulated_free(void* data) {
   const auto found = allocations().find(data);

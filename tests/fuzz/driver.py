@@ -92,10 +92,10 @@ class Worker:
             self.last, self.since = number, time.monotonic()
         return time.monotonic() - self.since > PATIENCE
 
-    def made(self) -> int:
+    def calls_run(self) -> int:
         return (min(self.number(), self.args.calls) - self.first + self.step - 1) // self.step
 
-    def death(self, hung: bool) -> dict[str, Any]:
+    def end_finding(self, hung: bool) -> dict[str, Any]:
         """Returns the finding for a worker that crashed or hung."""
         code = self.process.wait()
         self.errors.seek(0)
@@ -108,13 +108,13 @@ class Worker:
         return {
             "number": self.number(),
             "kind": "hang" if hung else "crash",
-            "op": op_of(self.args, self.number()),
+            "op": drawn_op(self.args, self.number()),
             "text": text,
             "notes": last_words + stack,
         }
 
 
-def op_of(args: Any, number: int) -> str:
+def drawn_op(args: Any, number: int) -> str:
     """Returns the op of a call, which is the worker's first draw."""
     return Random(f"{args.seed}/{number}").choice(args.ops)
 
@@ -139,13 +139,13 @@ def drive(args: Any, show: Callable[[str], None]) -> Report:
                     note(found)
                     continue
                 waiting.unregister(key.fileobj)
-                again(key.data, note, waiting, hung=False)
+                restart(key.data, note, waiting, hung=False)
             for worker in workers:
                 if worker.process.poll() is None and worker.hangs():
                     waiting.unregister(worker.process.stdout)
                     worker.process.kill()
-                    again(worker, note, waiting, hung=True)
-            report.calls, report.seconds = sum(w.made() for w in workers), time.monotonic() - begin
+                    restart(worker, note, waiting, hung=True)
+            report.calls, report.seconds = sum(w.calls_run() for w in workers), time.monotonic() - begin
             if time.monotonic() - shown > args.progress:
                 shown = time.monotonic()
                 show(f"{report.calls} calls, {report.seconds:.0f} s, {len(report.groups)} kinds of findings")
@@ -157,12 +157,14 @@ def drive(args: Any, show: Callable[[str], None]) -> Report:
     return report
 
 
-def again(worker: Worker, note: Callable[[dict[str, Any]], None], waiting: selectors.BaseSelector, hung: bool) -> None:
+def restart(
+    worker: Worker, note: Callable[[dict[str, Any]], None], waiting: selectors.BaseSelector, hung: bool
+) -> None:
     """Restarts a worker that has ended, and notes a finding if it crashed or hung."""
     worker.process.wait()
     behind = worker.number()
     if worker.process.returncode != 0 or hung:
-        note(worker.death(hung))
+        note(worker.end_finding(hung))
         behind += worker.step
     if behind < worker.args.calls:
         worker.begin(behind)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from calls import described
+from calls import argument_text
 from cases import RecordCalls
 from layouts import Guarded, bits, draw_layout
 from torch import Tensor
 
 from fuzz import verdict
 from fuzz.spoil import EXTREMES, FLOATS, INTEGERS, Case
-from liger_ext.testing import outputs_of
+from liger_ext.testing import named_outputs
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool]
 
@@ -64,7 +64,7 @@ def recorded(case: Case) -> list[tuple[Any, tuple[Any, ...]]]:
     leaves = {n: call.arguments[n].detach().requires_grad_() for n in call.differentiable()}
     try:
         with RecordCalls() as mode:
-            outputs = [t for t in outputs_of(call.with_tensors(leaves)()).values() if t.requires_grad]
+            outputs = [t for t in named_outputs(call.with_tensors(leaves)()).values() if t.requires_grad]
             torch.autograd.grad(outputs, list(leaves.values()), list(map(torch.randn_like, outputs)), allow_unused=True)
     except Exception as error:
         raise Unacceptable(f"{type(error).__name__}: {error}", "refused") from None
@@ -82,7 +82,7 @@ def call_directly(case: Case) -> None:
     for _ in range(case.rng.choice([1, 1, 2])):
         at = case.rng.randrange(len(changed))
         changed[at] = spoiled(changed[at], case)
-    case.notes = [f"{op}: " + ", ".join(f"{n}={described(v)}" for n, v in zip(names, changed, strict=True))]
+    case.notes = [f"{op}: " + ", ".join(f"{n}={argument_text(v)}" for n, v in zip(names, changed, strict=True))]
     kept = [
         (name, value, value.clone()) for name, value in zip(names, changed, strict=True) if isinstance(value, Tensor)
     ]

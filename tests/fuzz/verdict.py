@@ -25,7 +25,7 @@ from ops import promised
 from torch import Tensor
 
 from liger_ext import functional
-from liger_ext.testing import OPS, _backward, _leaves, expected, outputs_of
+from liger_ext.testing import OPS, _backward, _leaves, expected, named_outputs
 
 MEMORY = r"out of memory|not enough memory|[Cc]annot allocate|can't allocate|size calculation overflowed|overflow"
 TORCH = r"liger_ext|Expected a value of type|does not require grad|[Ii]nference tensor|backward through|same device"
@@ -42,12 +42,12 @@ def acceptable(error: BaseException, names: list[str]) -> bool:
     return isinstance(error, (RuntimeError, NotImplementedError)) and bool(re.search(f"{MEMORY}|{TORCH}", text))
 
 
-def misshapen(call: Call, outputs: dict[str, Tensor]) -> str:
+def wrong_shapes(call: Call, outputs: dict[str, Tensor]) -> str:
     """Returns an error text if a result's shape or dtype differs from the documented one, else ""."""
-    told = promised(call.op, call.arguments)
-    if told.keys() != outputs.keys():
-        return f"results {sorted(outputs)}, promised {sorted(told)}"
-    for name, (shape, dtype) in told.items():
+    documented = promised(call.op, call.arguments)
+    if documented.keys() != outputs.keys():
+        return f"results {sorted(outputs)}, promised {sorted(documented)}"
+    for name, (shape, dtype) in documented.items():
         found = outputs[name]
         if tuple(found.shape) != shape or found.dtype != (dtype or found.dtype):
             return f"{name} is {found.dtype} {tuple(found.shape)}, promised {dtype} {shape}"
@@ -76,7 +76,7 @@ def wrong(call: Call, outputs: dict[str, Tensor], gradients: dict[str, Tensor], 
     compute = op.compute_dtype(inputs)
     inputs |= {n: inputs[n].detach() for n in call.constants if isinstance(inputs.get(n), Tensor)}
     leaves = _leaves(inputs, None if op.native else torch.promote_types(compute, torch.float32))
-    base = outputs_of(op.baseline(**leaves, **({"stored": compute} if op.stores else {})))
+    base = named_outputs(op.baseline(**leaves, **({"stored": compute} if op.stores else {})))
     theirs = base | {f"d{n}": g for n, g in _backward(base, leaves, grads).items()}
     results = outputs | gradients
     matmul = "target" in inputs and "x" in inputs
@@ -102,7 +102,7 @@ def wrong(call: Call, outputs: dict[str, Tensor], gradients: dict[str, Tensor], 
             allowed = 16 * allowed + terms * torch.finfo(torch.promote_types(ours.dtype, torch.float32)).eps
         if name == "dx" and inputs.get("reduction") == "none" and "loss" in grads:
             limit = limit * grads["loss"].detach().double().abs().clamp(max=1).unsqueeze(-1)
-        off = beyond(
+        off = violation(
             ours.detach().double(), judged.value.detach(), allowed, theirs[name].detach().double(), ours.dtype, limit
         )
         if off:
@@ -110,7 +110,7 @@ def wrong(call: Call, outputs: dict[str, Tensor], gradients: dict[str, Tensor], 
     return ""
 
 
-def beyond(ours: Tensor, exact: Tensor, allowed: Tensor, theirs: Tensor, dtype: torch.dtype, limit) -> str:
+def violation(ours: Tensor, exact: Tensor, allowed: Tensor, theirs: Tensor, dtype: torch.dtype, limit) -> str:
     asked = exact.isfinite() & theirs.isfinite() & (allowed >= 0) & (allowed + exact.abs() <= limit)
     slack = (theirs - exact).abs().masked_fill(~asked, 0)
     if slack.dim():

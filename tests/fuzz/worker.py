@@ -28,7 +28,7 @@ from fuzz import raw, verdict
 from fuzz.spoil import FLOATING, MAY, MUST, NEVER, SPOILS, Case
 from liger_ext.functional import check_errors
 from liger_ext.records import RECORDS
-from liger_ext.testing import outputs_of
+from liger_ext.testing import named_outputs
 
 ROOM = 1 << 30  # bytes of address space for calls, beyond the address space of the process before the first call
 # torch's caches must not fill that room, or every call would run out of memory. So a process ends after CALLS calls,
@@ -83,7 +83,7 @@ def want_gradients(case: Case) -> list[str]:
     return wanted
 
 
-def gradients_of(outputs: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
+def upstream_gradients(outputs: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
     kind = case.rng.choice(["normal", "normal", "normal", "zero", "large", "nan", "inf", "laid out"])
     made = {}
     for name, t in outputs.items():
@@ -105,14 +105,14 @@ def gradients_of(outputs: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
 
 
 def run(
-    case: Case, wanted: list[str], given: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+    case: Case, wanted: list[str], upstream: Callable[[dict[str, Tensor]], dict[str, Tensor]]
 ) -> tuple[dict, dict, dict]:
     """Returns outputs, gradients and upstream gradients of one call."""
-    outputs = outputs_of(case.call(), RECORDS[case.call.op].outputs[0])
+    outputs = named_outputs(case.call(), RECORDS[case.call.op].outputs[0])
     used = {n: t for n, t in outputs.items() if t.requires_grad}
     if not used:
         return outputs, {}, {}
-    grads = given(used)
+    grads = upstream(used)
     leaves = [case.call.arguments[n] for n in wanted]
     found = torch.autograd.grad(list(used.values()), leaves, [grads[n] for n in used], allow_unused=True)
     return outputs, {f"d{n}": g for n, g in zip(wanted, found, strict=True) if g is not None}, grads
@@ -183,7 +183,7 @@ def public_call(case: Case, device: str, judge: bool) -> None:
             if mode == "threads":
                 outputs, gradients, grads = in_threads(case, wanted)
             else:
-                outputs, gradients, grads = run(case, wanted, functools.partial(gradients_of, case=case))
+                outputs, gradients, grads = run(case, wanted, functools.partial(upstream_gradients, case=case))
         if any(t.is_cuda for t in outputs.values()):
             check_errors()
     except Finding:
@@ -209,7 +209,7 @@ def judge_exception(error: Exception, case: Case) -> None:
 
 def judge_results(case: Case, outputs: dict, gradients: dict, grads: dict, judge: bool) -> None:
     call = case.call
-    if wrong := verdict.misshapen(call, outputs):
+    if wrong := verdict.wrong_shapes(call, outputs):
         raise Finding("shape", wrong)
     for name, g in gradients.items():
         leaf = call.arguments[name[1:]]

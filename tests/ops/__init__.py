@@ -51,7 +51,7 @@ OPS = tuple(RECORDS)
 
 BY_NAME = {example.name: example for example in EXAMPLES}
 IDS = list(BY_NAME)
-ONE_OF_EACH = [example for example in EXAMPLES if example.name == example.op]
+DEFAULT_EXAMPLES = [example for example in EXAMPLES if example.name == example.op]
 
 
 def kernel_cases(dtype: torch.dtype) -> Any:
@@ -77,7 +77,7 @@ def promised(op: str, arguments: dict[str, Any]) -> dict[str, tuple[tuple[int, .
 
 
 _PARTS = {
-    "an example with its defaults (EXAMPLES)": {example.op for example in ONE_OF_EACH},
+    "an example with its defaults (EXAMPLES)": {example.op for example in DEFAULT_EXAMPLES},
     "a draw (DRAWS)": set(DRAWS),
     "a call that it refuses (BAD)": {op for op, *_ in BAD},
     "a call with large tensors (LARGE)": set(LARGE),

@@ -48,14 +48,16 @@ def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
         x = laid_out(normal(batch, groups * channels, elements, dtype=dtype, mean=3), layout)
         made: dict[str, Any] = {"x": x, "num_groups": groups}
         for seed, name in enumerate(("weight", "bias")):
-            of = types.get(name, dtype)
-            made[name] = None if of is None else normal(groups * channels, dtype=of, seed=9 + seed, scale=0.3, mean=1)
+            kind = types.get(name, dtype)
+            made[name] = (
+                None if kind is None else normal(groups * channels, dtype=kind, seed=9 + seed, scale=0.3, mean=1)
+            )
         return made
 
     # The last shape has rows of 2,112 vectors, as many as multiprocessors need for the most vectors per thread.
     for shape in (*_SHAPES, (16, 1, 2, 1056 * 16 // dtype.itemsize)):
         name = "x".join(map(str, shape))
-        yield "group_norm", name, shape[3] in (11, 16), lambda of=shape: inputs(*of)
+        yield "group_norm", name, shape[3] in (11, 16), lambda sizes=shape: inputs(*sizes)
     few = [(3, 2, 4, 16), (2, 3, 8, 49), (1, 1, 3, 20_000)]
     for shape in few:
         name = "x".join(map(str, shape))
@@ -65,9 +67,9 @@ def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
             ("no weight", {"weight": None}),
             ("no parameters", {"weight": None, "bias": None}),
         ):
-            yield "group_norm", f"{name} {what}", False, lambda of=shape, t=types: inputs(*of, **t)
+            yield "group_norm", f"{name} {what}", False, lambda sizes=shape, t=types: inputs(*sizes, **t)
         for frozen in (("x",), ("weight",), ("x", "bias"), ("weight", "bias")):
-            yield "group_norm", f"{name} frozen {' '.join(frozen)}", False, lambda of=shape: inputs(*of), *frozen
+            yield "group_norm", f"{name} frozen {' '.join(frozen)}", False, lambda sizes=shape: inputs(*sizes), *frozen
     for layout in ("offset", "padded", "transposed"):
         yield "group_norm", layout, False, lambda how=layout: inputs(2, 2, 3, 40, how)
 
@@ -81,7 +83,7 @@ def exact_cases() -> Iterator[tuple]:
 
 
 def group_norm(draw: Draw) -> Call:
-    batch, groups, channels = (draw.rng.choice(of) for of in ((0, 1, 2, 3, 7), (1, 2, 3, 8), (1, 2, 3, 5, 8)))
+    batch, groups, channels = (draw.rng.choice(sizes) for sizes in ((0, 1, 2, 3, 7), (1, 2, 3, 8), (1, 2, 3, 5, 8)))
     elements = draw.rng.choice([(), (), (1,), (5,), (8,), (0,), (64,), (3, 4), (7, 7), (2, 3, 4)])
     dtype = draw.dtype()
     x = draw.normal(batch, groups * channels, *elements, dtype=dtype)
@@ -121,11 +123,11 @@ def _held(launch, call) -> None:
 def _held_by_shares(launch, call) -> None:
     """Checks that the blocks of a cluster have contiguous shares of the row, and shared memory two sums for each
     vector."""
-    from plan_model import ceil_div, check_held, check_rows, groups_of, reduction_bytes
+    from plan_model import ceil_div, check_held, check_rows, reduction_bytes, rows_per_block
 
     plan, (vec, k) = launch.plan, launch.instance
     check_rows(plan, launch.rows)
-    assert k == plan.k and launch.cols % vec == 0 and (plan.cluster == 1 or groups_of(plan) == 1)
+    assert k == plan.k and launch.cols % vec == 0 and (plan.cluster == 1 or rows_per_block(plan) == 1)
     share = ceil_div(launch.cols // vec, plan.cluster) * vec
     check_held(min(plan.threads_per_row, plan.block), k, vec, min(share, launch.cols))
     sums = 0 if call["frozen"] else plan.block * k * 8

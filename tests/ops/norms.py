@@ -18,10 +18,10 @@ from plan_model import (
     check_ring,
     check_rows,
     check_shares,
-    groups_of,
     reduction_bytes,
     row_registers,
     row_reread,
+    rows_per_block,
 )
 
 import liger_ext
@@ -195,7 +195,7 @@ def norm_forward_registers(launch, call) -> None:
 
 def norm_backward_registers(launch, call) -> None:
     plan, (vec, k, threads) = launch.plan, launch.instance
-    groups, teams = groups_of(plan), plan.grid // plan.cluster
+    groups, teams = rows_per_block(plan), plan.grid // plan.cluster
     # The template argument for the threads of a row: 0 (any), whole warps, or their number in a block.
     assert threads in (0, WHOLE_WARPS, min(plan.threads_per_row, plan.block))
     assert threads != WHOLE_WARPS or (plan.cluster == 1 and plan.threads_per_row % plan.warp == 0)
@@ -224,7 +224,7 @@ def norm_backward_registers(launch, call) -> None:
 def norm_backward_few(launch, call) -> None:
     """Checks that the first blocks process tiles of columns of all rows, and the blocks after them rows."""
     plan, (vec, k, vectors) = launch.plan, launch.instance
-    tiles, groups, sums = ceil_div(launch.cols, vectors * vec), groups_of(plan), len(call["record"].parameters)
+    tiles, groups, sums = ceil_div(launch.cols, vectors * vec), rows_per_block(plan), len(call["record"].parameters)
     assert vectors in (4, 8) and plan.warp % vectors == 0
     assert plan.partial_rows == 0 and k == plan.k
     assert (plan.grid - tiles - 1) * groups < launch.rows <= (plan.grid - tiles) * groups

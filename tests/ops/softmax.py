@@ -65,7 +65,7 @@ LARGE = {"softmax": lambda a, b, _: F.softmax(a)}
 # Which elements a launch processes ----------------------------------------------------------------------------------
 
 
-def row_of_any_length(launch, call) -> None:
+def row_in_parts(launch, call) -> None:
     """Checks the whole vectors in registers and shared memory (``plan.slots`` per thread), and the single elements. The
     kernel reads the remaining vectors (Path.reread) twice, in batches after them."""
     plan, vec = launch.plan, launch.instance[0]
@@ -87,9 +87,9 @@ def row_of_any_length(launch, call) -> None:
 
 PLAN_MODELS = {
     "SoftmaxRegisters": row_registers,
-    "SoftmaxLong": row_of_any_length,
+    "SoftmaxLong": row_in_parts,
     "SoftmaxBackwardRegisters": row_registers,
-    "SoftmaxBackwardLong": row_of_any_length,
+    "SoftmaxBackwardLong": row_in_parts,
 }
 
 MODULES = [liger_ext.LigerSoftmax()]

@@ -23,12 +23,12 @@ inline Buffer in(const char* name, const void* data, int64_t n, int64_t element)
 inline Buffer out(const char* name, const void* data, int64_t n, int64_t element, Content content = Content::output) {
   return {name, data, n * element, content, {}, element};
 }
-inline Buffer in(const char* name, const Vector& v, int64_t n) { return in(name, v.data, n, size_of(v.dtype)); }
-inline Buffer out(const char* name, const MutableVector& v, int64_t n) { return out(name, v.data, n, size_of(v.dtype)); }
+inline Buffer in(const char* name, const Vector& v, int64_t n) { return in(name, v.data, n, dtype_bytes(v.dtype)); }
+inline Buffer out(const char* name, const MutableVector& v, int64_t n) { return out(name, v.data, n, dtype_bytes(v.dtype)); }
 // A matrix. Rows without gaps are one run, since a vector may cross from one row into the next. A launch that touches the matrix must
 // declare the matrix's rows x columns. A matrix of a single column (one number per row) is not compared with the launch.
 template <class AnyRows> Buffer matrix(const char* name, const AnyRows& r, int64_t rows, int64_t cols, Content content) {
-  const int64_t bytes = size_of(r.dtype), row = r.stride * bytes, each = cols > 1;
+  const int64_t bytes = dtype_bytes(r.dtype), row = r.stride * bytes, each = cols > 1;
   if (r.stride == cols) return {name, r.data, rows * cols * bytes, content, {}, bytes, row, each};
   return {name, r.data, cols * bytes, content, {{rows, row}}, bytes, row, each};
 }

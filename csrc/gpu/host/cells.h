@@ -47,7 +47,7 @@ struct FreeCells {
 };
 using Cells = std::unique_ptr<Cell[], FreeCells>;
 // calloc: pages that no kernel touches cost nothing.
-inline Cells make_cells(int64_t bytes) {
+inline Cells allocate_cells(int64_t bytes) {
   Cells cells(static_cast<Cell*>(std::calloc(static_cast<size_t>(bytes / granule + 2), sizeof(Cell))));
   if (!cells) throw std::bad_alloc();
   return cells;
@@ -62,14 +62,14 @@ struct Range {
 constexpr int64_t shared_room = 256 << 10, shared_margin = 1 << 20, arena_bytes = shared_margin + shared_room + shared_margin;
 alignas(4096) inline unsigned char arenas[most_blocks][arena_bytes];
 inline int64_t shared_bytes = 0;
-inline int block_of(int thread) { return thread / most_threads; }
-inline unsigned char* shared_of(int block) { return arenas[block] + shared_margin; }
+inline int block_index(int thread) { return thread / most_threads; }
+inline unsigned char* block_shared_memory(int block) { return arenas[block] + shared_margin; }
 // The offset in the shared memory of the running thread's block; negative or large if `at` lies elsewhere.
-inline int64_t shared_offset(uintptr_t at) { return int64_t(at - reinterpret_cast<uintptr_t>(shared_of(block_of(running)))); }
+inline int64_t shared_offset(uintptr_t at) { return int64_t(at - reinterpret_cast<uintptr_t>(block_shared_memory(block_index(running)))); }
 inline Cell& shared_cell(int block, int64_t offset) {
-  static const Cells cells[most_blocks] = {make_cells(shared_room), make_cells(shared_room), make_cells(shared_room),
-                                           make_cells(shared_room), make_cells(shared_room), make_cells(shared_room),
-                                           make_cells(shared_room), make_cells(shared_room)};
+  static const Cells cells[most_blocks] = {allocate_cells(shared_room), allocate_cells(shared_room), allocate_cells(shared_room),
+                                           allocate_cells(shared_room), allocate_cells(shared_room), allocate_cells(shared_room),
+                                           allocate_cells(shared_room), allocate_cells(shared_room)};
   Cell& cell = cells[block][offset / granule];
   if (cell.write_block < block_start) cell = {};  // a cell of an earlier block counts as untouched
   return cell;
@@ -83,34 +83,34 @@ struct Access {
   const char* verb() const { return writes ? "stores" : "loads"; }
 };
 
-inline int warp_of(int thread) { return thread / warp_size; }
+inline int warp_index(int thread) { return thread / warp_size; }
 
 // Returns the part of a message about an earlier access, at `tick` by `thread`.
 inline std::string other(uint32_t tick, int thread, const char* did) {
   if (tick < block_start) return text("another block has ", did, " them in this launch");
   if (thread == running) return text("other threads have ", did, " them with no barrier between");
-  return text("thread ", thread % most_threads, block_of(thread) == block_of(running) ? "" : " of another block", " has ", did, " them",
-              warp_of(thread) == warp_of(running) ? ", of the same warp," : "", " with no barrier between");
+  return text("thread ", thread % most_threads, block_index(thread) == block_index(running) ? "" : " of another block", " has ", did,
+              " them", warp_index(thread) == warp_index(running) ? ", of the same warp," : "", " with no barrier between");
 }
 
 // Returns whether an earlier access is not ordered before an access that the running thread makes now.
-inline bool races(uint32_t block, uint32_t warp, int thread) {
+inline bool is_unordered(uint32_t block, uint32_t warp, int thread) {
   if (block < launch_start) return false;
   if (block < block_start) return true;
   if (block < block_tick || thread == running) return false;
-  const int other = warp_of(thread), own = warp_of(running);
-  if (other == own) return warp >= warp_ticks[own];
-  return !groups[own].holds(other, other) || warp >= groups[own].tick;
+  const int other = warp_index(thread), running_warp = warp_index(running);
+  if (other == running_warp) return warp >= warp_ticks[running_warp];
+  return !groups[running_warp].holds(other, other) || warp >= groups[running_warp].tick;
 }
 
 // Returns whether every read came before a barrier that the running thread has passed.
 inline bool reads_are_over(const Cell& cell) {
-  const Group& group = groups[warp_of(running)];
+  const Group& group = groups[warp_index(running)];
   return cell.read_block != block_tick || (group.holds(cell.first_warp, cell.last_warp) && cell.read_warp < group.tick);
 }
 
-inline void note(Cell& cell, const Access& access) {
-  const int warp = warp_of(running);
+inline void record_access(Cell& cell, const Access& access) {
+  const int warp = warp_index(running);
   const uint32_t warp_tick = warp_ticks[warp];
   if (access.writes) {
     cell.write_block = block_tick;
@@ -120,7 +120,7 @@ inline void note(Cell& cell, const Access& access) {
     return;
   }
   if (cell.first_read < launch_start) cell.first_read = block_tick;
-  const bool same_interval = !reads_are_over(cell), same_warp = same_interval && warp_of(cell.reader) == warp;
+  const bool same_interval = !reads_are_over(cell), same_warp = same_interval && warp_index(cell.reader) == warp;
   cell.first_warp = uint8_t(same_interval ? std::min<int>(cell.first_warp, warp) : warp);
   cell.last_warp = uint8_t(same_interval ? std::max<int>(cell.last_warp, warp) : warp);
   cell.many_lanes = same_warp && cell.read_warp == warp_tick && (cell.many_lanes || cell.reader != running);
@@ -134,13 +134,13 @@ template <class Name> void check_order(const Cell& cell, const Access& access, c
   const auto race = [&](uint32_t tick, int thread, const char* did) {
     report(access.code, text("race: ", access.verb(), " ", access.size, " bytes ", name(), "; ", other(tick, thread, did)));
   };
-  if (cell.transfer == 0 && races(cell.write_block, cell.write_warp, cell.writer)) race(cell.write_block, cell.writer, "written");
+  if (cell.transfer == 0 && is_unordered(cell.write_block, cell.write_warp, cell.writer)) race(cell.write_block, cell.writer, "written");
   if (!access.writes) return;
   if (cell.first_read >= launch_start && cell.first_read < block_start) race(cell.first_read, cell.reader, "read");
-  const bool others = !reads_are_over(cell) &&
-                      (cell.first_warp != cell.last_warp ||
-                       (cell.many_lanes && warp_of(cell.reader) == warp_of(running) && cell.read_warp >= warp_ticks[warp_of(running)]));
-  if (others || races(cell.read_block, cell.read_warp, cell.reader)) race(cell.read_block, cell.reader, "read");
+  const bool others =
+      !reads_are_over(cell) && (cell.first_warp != cell.last_warp || (cell.many_lanes && warp_index(cell.reader) == warp_index(running) &&
+                                                                      cell.read_warp >= warp_ticks[warp_index(running)]));
+  if (others || is_unordered(cell.read_block, cell.read_warp, cell.reader)) race(cell.read_block, cell.reader, "read");
 }
 
 template <class Name> void check_alignment(const Access& access, const Name& name) {

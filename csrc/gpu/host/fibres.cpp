@@ -12,11 +12,11 @@ constexpr size_t stack_bytes = 256 << 10, page_bytes = 4096;
 
 size_t Fibres::stacks_bytes() { return stack_bytes * max_threads; }
 
-void Fibres::make_stacks() {
+void Fibres::allocate_stacks() {
   if (stacks_ != nullptr) return;
-  void* const made = mmap(nullptr, stacks_bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (made == MAP_FAILED) throw std::bad_alloc();
-  stacks_ = static_cast<unsigned char*>(made);
+  void* const mapped = mmap(nullptr, stacks_bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (mapped == MAP_FAILED) throw std::bad_alloc();
+  stacks_ = static_cast<unsigned char*>(mapped);
   for (int id = 0; id < max_threads; ++id) mprotect(stacks_ + id * stack_bytes, page_bytes, PROT_NONE);
 }
 

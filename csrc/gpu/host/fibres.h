@@ -19,7 +19,7 @@ class Fibres {
  public:
   explicit Fibres(void (*body)()) : body_(body) {}  // body: the function that every fibre runs; it does not return
 
-  void make_stacks();
+  void allocate_stacks();
   const unsigned char* stacks() const { return stacks_; }
   static size_t stacks_bytes();
 

@@ -13,19 +13,19 @@
 
 namespace liger::gpu::simt {
 
-std::vector<KnownKernel>& known_kernels() {
-  static std::vector<KnownKernel> all;
+std::vector<RegisteredKernel>& registered_kernels() {
+  static std::vector<RegisteredKernel> all;
   return all;
 }
 
-int know(const char* name) {
+int register_kernel(const char* name) {
   int status = 0;
   const std::unique_ptr<char, void (*)(void*)> readable(abi::__cxa_demangle(name, nullptr, nullptr, &status), std::free);
-  known_kernels().push_back({readable ? readable.get() : name});
-  return int(known_kernels().size()) - 1;
+  registered_kernels().push_back({readable ? readable.get() : name});
+  return int(registered_kernels().size()) - 1;
 }
 
-std::string source_of(const void* code) {
+std::string source_lines(const void* code) {
   Dl_info image;
   if (code == nullptr || dladdr(code, &image) == 0) return "";
   char offset[32];
@@ -46,6 +46,6 @@ std::string source_of(const void* code) {
 extern "C" [[gnu::visibility("default")]] const char* liger_ext_host_kernels() {
   static std::string lines;
   lines.clear();
-  for (const auto& kernel : liger::gpu::simt::known_kernels()) lines += liger::text(kernel.launches, " ", kernel.name, "\n");
+  for (const auto& kernel : liger::gpu::simt::registered_kernels()) lines += liger::text(kernel.launches, " ", kernel.name, "\n");
   return lines.c_str();
 }

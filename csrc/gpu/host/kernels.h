@@ -6,13 +6,13 @@
 
 namespace liger::gpu::simt {
 
-struct KnownKernel {
+struct RegisteredKernel {
   std::string name;
   int64_t launches = 0;
 };
-std::vector<KnownKernel>& known_kernels();
+std::vector<RegisteredKernel>& registered_kernels();
 // Returns the source lines of the instruction before `code`, innermost function first; needs addr2line of binutils, and is empty without
 // it.
-std::string source_of(const void* code);
+std::string source_lines(const void* code);
 
 }  // namespace liger::gpu::simt

@@ -40,14 +40,14 @@ void touch_shared(const Access& access) {
            text("out of bounds: ", access.verb(), " ", access.size, " bytes ", name(), "; the launch asked for ", shared_bytes, " bytes"));
   check_alignment(access, name);
   for (int64_t at = offset / granule * granule; at < offset + access.size; at += granule) {
-    Cell& cell = shared_cell(block_of(running), at);
+    Cell& cell = shared_cell(block_index(running), at);
     if (!access.writes && cell.write_block < block_start)
       report(access.code, text("uninitialised: loads ", access.size, " bytes ", name(), ", which no thread of the block has written yet"));
     if (const char* const finding = cell.transfer ? transfers::unready(cell) : nullptr)
       report(access.code, text("race: ", access.verb(), " ", access.size, " bytes ", name(), ", ", finding));
     check_order(cell, access, name);
     if (cell.transfer && !access.writes) transfers::loaded(cell);
-    note(cell, access);
+    record_access(cell, access);
   }
 }
 
@@ -90,7 +90,7 @@ void touch_global(const Access& access) {
     if (!access.writes && inside->content == Content::output && cell.write_block == 0)
       report(access.code, text("uninitialised: loads ", access.size, " bytes ", name(), ", which no kernel has written yet"));
     check_order(cell, access, name);
-    note(cell, access);
+    record_access(cell, access);
   }
 }
 
@@ -131,9 +131,9 @@ std::string unfinished() {
 
 }  // namespace
 
-Buffers::Buffers(const std::vector<Buffer>& given) {
+Buffers::Buffers(const std::vector<Buffer>& declared) {
   std::vector<Buffer> buffers;
-  for (const Buffer& buffer : given)
+  for (const Buffer& buffer : declared)
     if (!buffer.empty()) buffers.push_back(buffer);
   const auto address = [](const Buffer& b) { return reinterpret_cast<uintptr_t>(b.data); };
   std::sort(buffers.begin(), buffers.end(), [&](const Buffer& a, const Buffer& b) { return address(a) < address(b); });
@@ -146,7 +146,7 @@ Buffers::Buffers(const std::vector<Buffer>& given) {
   }
   for (Region& region : regions) {
     region.range.begin -= region.range.begin % granule;
-    region.cells = make_cells(int64_t(region.range.end - region.range.begin));
+    region.cells = allocate_cells(int64_t(region.range.end - region.range.begin));
   }
 }
 Buffers::~Buffers() noexcept(false) {
@@ -156,7 +156,7 @@ Buffers::~Buffers() noexcept(false) {
   if (!finding.empty()) throw std::runtime_error(finding);
 }
 
-void allow(const void* data, size_t bytes) {
+void exclude_from_checks(const void* data, size_t bytes) {
   const uintptr_t begin = reinterpret_cast<uintptr_t>(data);
   allowed.push_back({begin, begin + bytes});
 }
@@ -214,7 +214,7 @@ void at_group_barrier(int first_warp, int end_warp) {
   std::fill(groups + first_warp, groups + end_warp, Group{now, first_warp, end_warp});
 }
 void at_warp_barrier(int warp) { warp_ticks[warp] = ++now; }
-unsigned char* shared() { return shared_of(block_of(running)); }
+unsigned char* shared() { return block_shared_memory(block_index(running)); }
 void load_global(const void* from, int64_t bytes, const void* code) {
   touch_global({reinterpret_cast<uintptr_t>(from), bytes, false, true, code});
 }

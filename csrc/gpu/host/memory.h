@@ -55,14 +55,14 @@ struct Buffer {
 // The buffers that launches may touch during the lifetime of this object. A process has at most one such object at a time.
 class Buffers {
  public:
-  Buffers(std::initializer_list<Buffer> given) : Buffers(std::vector<Buffer>(given)) {}
+  Buffers(std::initializer_list<Buffer> declared) : Buffers(std::vector<Buffer>(declared)) {}
   explicit Buffers(const std::vector<Buffer>&);
   ~Buffers() noexcept(false);  // throws std::runtime_error about unwritten or unread memory, unless an exception is in flight
   Buffers(const Buffers&) = delete;
 };
 
 // Excludes memory from the checks: the record of bad targets.
-void allow(const void* data, size_t bytes);
+void exclude_from_checks(const void* data, size_t bytes);
 
 // The functions that the scheduler (simt.cpp) and transfers.cpp call.
 namespace memory {

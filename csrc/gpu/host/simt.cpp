@@ -59,24 +59,24 @@ class Machine {
   Place place{};
   std::string launched;  // a line for each launch
 
-  void run(const Kernel& kernel, const launch::Launch& made) {
+  void run(const Kernel& kernel, const launch::Launch& config) {
     const std::lock_guard lock(mutex_);
-    const launch::LaunchPlan& plan = made.plan;
+    const launch::LaunchPlan& plan = config.plan;
     kernel_ = &kernel;
     warp_ = warp_width();
     check(plan);
-    KnownKernel& known = known_kernels()[kernel.known];
-    ++known.launches;
-    launched += text(plan.grid, " ", plan.block, " ", plan.smem, " ", known.name, "\n");
-    fibres_.make_stacks();
-    memory::begin_launch(known.name, kernel.args, kernel.args_bytes, fibres_.stacks(), Fibres::stacks_bytes(), warp_, plan.smem);
+    RegisteredKernel& registered = registered_kernels()[kernel.index];
+    ++registered.launches;
+    launched += text(plan.grid, " ", plan.block, " ", plan.smem, " ", registered.name, "\n");
+    fibres_.allocate_stacks();
+    memory::begin_launch(registered.name, kernel.args, kernel.args_bytes, fibres_.stacks(), Fibres::stacks_bytes(), warp_, plan.smem);
     struct End {
       ~End() { memory::end_launch(); }
     } end;
     block_threads_ = plan.block;
     blocks_ = plan.cluster;
     for (first_block_ = 0; first_block_ < plan.grid; first_block_ += blocks_) run_blocks();
-    memory::check_launch(made.rows, made.cols);
+    memory::check_launch(config.rows, config.cols);
   }
 
   // Called by the running thread: returns to the scheduler until the thread is resumed.
@@ -115,20 +115,20 @@ class Machine {
   int running_id() const { return place.rank * most_threads + place.thread; }
   Thread& running() { return threads_[running_id()]; }
   // Sets the running thread, which findings are about. Ids run through the blocks of a cluster (gpu/host/cells.h).
-  void choose(int id) {
+  void set_running(int id) {
     const int rank = id / most_threads;
     place = {id % most_threads, block_threads_, rank, blocks_, first_block_ + rank, kernel_grid_};
     memory::begin_thread(id);
   }
   std::string described(const std::string& finding) const {
-    return text("host target: ", finding, "\n  kernel ", known_kernels()[kernel_->known].name, "\n  block ", place.block, " of ",
+    return text("host target: ", finding, "\n  kernel ", registered_kernels()[kernel_->index].name, "\n  block ", place.block, " of ",
                 place.grid, ", thread ", place.thread, " of ", place.block_threads, " (warp ", place.thread / warp_, ", lane ",
                 place.thread % warp_, ")\n  after ",
                 since_.line() == 0 ? "the start of the block" : "the block barrier of " + site(since_));
   }
   // Throws a finding of the scheduler itself, about thread `id`.
   [[noreturn]] void fail(int id, const std::string& finding) {
-    choose(id);
+    set_running(id);
     throw_finding(described(finding));
   }
   // Abandons the threads in the middle of a kernel: their fibres start anew.
@@ -165,7 +165,7 @@ class Machine {
       if (threads_[t].stop != stop) return false;
     return true;
   }
-  void go_on(int first, int count) {
+  void resume_threads(int first, int count) {
     for (int t = first; t < first + count; ++t) threads_[t].stop = Stop::none;
   }
 
@@ -174,7 +174,7 @@ class Machine {
     memory::begin_blocks();
     transfers::begin_blocks(blocks_);
     each_warp([&](int first) {
-      go_on(first, warp_);
+      resume_threads(first, warp_);
       for (int t = first; t < first + warp_; ++t) threads_[t].arrivals = threads_[t].waits = 0;
     });
     bool ended[most_blocks] = {};
@@ -188,7 +188,7 @@ class Machine {
         if (!all_at(Stop::returned, first, block_threads_)) continue;
         ++returned;
         if (std::exchange(ended[rank], true)) continue;
-        choose(first);
+        set_running(first);
         if (const std::string finding = transfers::unfinished(rank); !finding.empty()) fail(first, finding);
         memory::begin_thread(-1);
       }
@@ -207,12 +207,12 @@ class Machine {
     for (int rank = 0; rank < blocks_; ++rank) {
       const int first = rank * most_threads, first_warp = first / warp_, end_warp = (first + block_threads_) / warp_;
       if (!all_at(Stop::block_barrier, first, block_threads_)) continue;
-      agree(first, block_threads_);
+      require_convergence(first, block_threads_);
       since_ = threads_[first].where;
       if (blocks_ == 1) memory::at_block_barrier();
       else memory::at_group_barrier(first_warp, end_warp);
       transfers::at_block_barrier(first_warp, end_warp);
-      go_on(first, block_threads_);
+      resume_threads(first, block_threads_);
       any = true;
     }
     return any;
@@ -226,7 +226,7 @@ class Machine {
     for (int t = first; t < first + warp_; ++t)
       if (!transfers::complete(threads_[t].mbarrier, threads_[t].parity)) return false;
     for (int t = first; t < first + warp_; ++t) transfers::waited(threads_[t].mbarrier, first / warp_);
-    go_on(first, warp_);
+    resume_threads(first, warp_);
     return true;
   }
   bool release_cluster() {
@@ -238,7 +238,7 @@ class Machine {
     each_warp([&](int first) {
       if (threads_[first].stop != Stop::cluster_barrier || threads_[first].waits >= over) return;
       for (int t = first; t < first + warp_; ++t) ++threads_[t].waits;
-      go_on(first, warp_);
+      resume_threads(first, warp_);
       any = true;
     });
     if (any) transfers::at_cluster_barrier(over);
@@ -248,12 +248,12 @@ class Machine {
   [[noreturn]] void fail_stuck() {
     each_warp([&](int first) {
       if (threads_[first].stop != Stop::phase) return;
-      choose(first);
+      set_running(first);
       fail(first, text("deadlock: this thread ", transfers::waiting_for(threads_[first].mbarrier), ", at ", site(threads_[first].where)));
     });
     for (int rank = 0; rank < blocks_; ++rank) {
       const int first = rank * most_threads;
-      agree(first, block_threads_);
+      require_convergence(first, block_threads_);
       if (threads_[first].stop == Stop::group_barrier)
         fail(first, text("divergence: this thread ", stop_text(threads_[first]), ", and so do parts of other groups"));
       if (threads_[first].stop == Stop::cluster_barrier)
@@ -276,10 +276,10 @@ class Machine {
         complete = complete && threads_[u].stop == Stop::group_barrier && threads_[u].group == t.group &&
                    threads_[u].group_threads == t.group_threads;
       if (!complete) return;
-      agree(begin, end - begin);
+      require_convergence(begin, end - begin);
       memory::at_group_barrier(begin / warp_, end / warp_);
       transfers::at_block_barrier(begin / warp_, end / warp_);
-      go_on(begin, end - begin);
+      resume_threads(begin, end - begin);
       any = true;
     });
     return any;
@@ -289,7 +289,7 @@ class Machine {
   void run_warp(int first) {
     for (;;) {
       for (int t = first; t < first + warp_; ++t) resume(t);
-      agree(first, warp_);
+      require_convergence(first, warp_);
       transfers::at_collective(first / warp_);
       const Stop stop = threads_[first].stop;
       if (stop == Stop::phase) {
@@ -299,12 +299,12 @@ class Machine {
       if (stop == Stop::shuffle) exchange(first);
       else if (stop == Stop::warp_barrier) memory::at_warp_barrier(first / warp_);
       else return;
-      go_on(first, warp_);
+      resume_threads(first, warp_);
     }
   }
 
   // Fails unless all `count` threads have stopped at the same place.
-  void agree(int first, int count) {
+  void require_convergence(int first, int count) {
     const Thread& a = threads_[first];
     for (int t = first + 1; t < first + count; ++t) {
       const Thread& b = threads_[t];
@@ -330,11 +330,11 @@ class Machine {
 
   // Runs a thread until it stops.
   void resume(int id) {
-    choose(id);
+    set_running(id);
     fibres_.resume(id);
     memory::begin_thread(-1);
     if (!finding_.empty()) {
-      const std::string finding = finding_ + source_of(finding_code_);
+      const std::string finding = finding_ + source_lines(finding_code_);
       finding_.clear();
       throw_finding(finding);
     }
@@ -366,7 +366,7 @@ void Machine::run_kernels() {
 Place place() { return machine.place; }
 unsigned char* shared_memory() { return memory::shared(); }
 void report(const void* code, const std::string& finding) { machine.report(code, finding); }
-void run(const Kernel& kernel, const launch::Launch& made) { machine.run(kernel, made); }
+void run(const Kernel& kernel, const launch::Launch& config) { machine.run(kernel, config); }
 
 void block_barrier(const std::source_location& where) { machine.suspend(Stop::block_barrier, where); }
 void group_barrier(int group, int threads, const std::source_location& where) { machine.group_barrier(group, threads, where); }

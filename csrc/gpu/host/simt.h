@@ -55,13 +55,13 @@ void close_copies();
 void wait_for_copies(int left);
 
 // Registers a kernel when the library is loaded, so that a test can find kernels that have not run. Returns its index.
-int know(const char* name);
-template <class K> struct Known {
-  static inline const int index = know(typeid(K).name());
+int register_kernel(const char* name);
+template <class K> struct Registered {
+  static inline const int index = register_kernel(typeid(K).name());
 };
 
 struct Kernel {
-  int known;   // its index from know()
+  int index;   // its index from register_kernel()
   int max_threads;
   void (*run)(const void* args);
   const void* args;

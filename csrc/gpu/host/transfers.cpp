@@ -45,16 +45,16 @@ struct Transfer {
 constexpr uint32_t asynchronous = 1;  // the number of the transfer of all asynchronous copies
 
 std::vector<Mbarrier> mbarriers;
-std::vector<Transfer> known;  // transfers by number; 0: none
+std::vector<Transfer> transfers_by_number;  // transfers by number; 0: none
 std::vector<Clock> clocks;    // of warps
 std::vector<char> ended;      // blocks
 int cluster_barriers = 0;
 
 // By thread: the cells that it has loaded since its last fence, and its groups of asynchronous copies; the last group is open.
 std::vector<Cell*> unfenced[most_blocks * most_threads];
-std::vector<std::vector<Copy>> groups_of[most_blocks * most_threads];
+std::vector<std::vector<Copy>> copy_groups[most_blocks * most_threads];
 
-std::string place_of(const void* at) {
+std::string place_text(const void* at) {
   const int64_t offset = shared_offset(reinterpret_cast<uintptr_t>(at));
   if (offset < 0 || offset >= shared_room) return "of another block";
   return text("at shared memory + ", offset);
@@ -69,12 +69,12 @@ int find(const uint64_t* at) {
 // Returns the number of an mbarrier that the running thread uses, by the instruction before `code`, after checks of its initialisation.
 int used(const uint64_t* at, const void* code) {
   const int found = find(at);
-  if (found < 0) report(code, "mbarrier: the one " + place_of(at) + " is not initialised");
+  if (found < 0) report(code, "mbarrier: the one " + place_text(at) + " is not initialised");
   const Mbarrier& m = mbarriers[found];
-  const bool ordered = !races(m.block_tick, m.warp_tick, m.opener) && m.block == block_of(running);
+  const bool ordered = !is_unordered(m.block_tick, m.warp_tick, m.opener) && m.block == block_index(running);
   if (!ordered && cluster_barriers <= m.cluster_barriers)
     report(code,
-           text("mbarrier: the one ", place_of(at), " was initialised by thread ", m.opener % most_threads, " with no barrier between"));
+           text("mbarrier: the one ", place_text(at), " was initialised by thread ", m.opener % most_threads, " with no barrier between"));
   return found;
 }
 
@@ -83,7 +83,7 @@ void end_phase(Mbarrier& m) {
   if (!m.announced || m.arrived != m.expected) return;
   for (const Copy& copy : m.copies) std::memcpy(copy.to, copy.data.data(), copy.data.size());
   m.copies.clear();
-  if (m.transfer) known[m.transfer].has_arrived = true;
+  if (m.transfer) transfers_by_number[m.transfer].has_arrived = true;
   if (m.arrived > 0) m.last_phase = m.phase;
   join(m.complete, m.sent);
   ++m.phase;
@@ -95,9 +95,9 @@ void end_phase(Mbarrier& m) {
 // Marks `bytes` of a block's shared memory as brought by transfer number `transfer`, and checks that they may be overwritten. Barriers of
 // threads do not order messages; bring() checks these.
 void reserve(int block, const void* to, int64_t bytes, uint32_t transfer, const void* code) {
-  const bool is_message = known[transfer].is_message;
-  const int64_t offset = static_cast<const unsigned char*>(to) - shared_of(block);
-  const auto name = [&] { return text("at shared memory + ", offset, block == block_of(running) ? "" : " of another block"); };
+  const bool is_message = transfers_by_number[transfer].is_message;
+  const int64_t offset = static_cast<const unsigned char*>(to) - block_shared_memory(block);
+  const auto name = [&] { return text("at shared memory + ", offset, block == block_index(running) ? "" : " of another block"); };
   const auto stores = [&] { return text("a ", is_message ? "message" : "copy", " stores ", bytes, " bytes ", name()); };
   if (offset < 0 || offset + bytes > shared_bytes)
     report(code, text("out of bounds: ", stores(), "; the launch asked for ", shared_bytes, " bytes"));
@@ -109,20 +109,20 @@ void reserve(int block, const void* to, int64_t bytes, uint32_t transfer, const 
       report(code, text("overwritten: ", stores(), ", ", finding));
     if (cell.unfenced > 0) report(code, text("overwritten: ", stores(), ", which threads have loaded without a fence behind it"));
     if (!is_message) check_order(cell, access, name);
-    note(cell, access);
+    record_access(cell, access);
     cell.transfer = transfer;
   }
 }
-// Sends `bytes` on their way to shared memory of `block`; mbarrier number `of` counts them.
-void bring(int of, bool is_message, int block, unsigned char* to, const void* from, int64_t bytes, const void* code) {
-  Mbarrier& m = mbarriers[of];
+// Sends `bytes` on their way to shared memory of `block`; mbarrier number `mbarrier_number` counts them.
+void bring(int mbarrier_number, bool is_message, int block, unsigned char* to, const void* from, int64_t bytes, const void* code) {
+  Mbarrier& m = mbarriers[mbarrier_number];
   if (ended[block]) report(code, text("ends: a message to a block of the cluster whose threads have returned"));
   if (m.transfer == 0) {
-    m.transfer = uint32_t(known.size());
-    known.push_back({of, m.phase, is_message, false});
+    m.transfer = uint32_t(transfers_by_number.size());
+    transfers_by_number.push_back({mbarrier_number, m.phase, is_message, false});
   }
   for (size_t w = 0; is_message && w < m.loads.size(); ++w)
-    if (m.loads[w] > clocks[warp_of(running)][w])
+    if (m.loads[w] > clocks[warp_index(running)][w])
       report(code, text("overwritten: a message stores ", bytes, " bytes, while warp ", w % (most_threads / warp_size),
                         " of that block may still load the one before"));
   reserve(block, to, bytes, m.transfer, code);
@@ -130,7 +130,7 @@ void bring(int of, bool is_message, int block, unsigned char* to, const void* fr
   m.arrived += bytes;
   if (m.announced && m.arrived > m.expected)
     report(code, text("mbarrier: ", m.arrived, " bytes come to the one at shared memory + ",
-                      reinterpret_cast<const unsigned char*>(m.at) - shared_of(m.block), ", ", m.expected, " are announced"));
+                      reinterpret_cast<const unsigned char*>(m.at) - block_shared_memory(m.block), ", ", m.expected, " are announced"));
 }
 
 }  // namespace
@@ -139,11 +139,11 @@ namespace transfers {
 
 void begin_blocks(int blocks) {
   mbarriers.clear();
-  known.assign(2, {});
+  transfers_by_number.assign(2, {});
   ended.assign(most_blocks, false);
   cluster_barriers = 0;
   clocks.clear();
-  for (int t = 0; t < blocks * most_threads; ++t) unfenced[t].clear(), groups_of[t].clear();
+  for (int t = 0; t < blocks * most_threads; ++t) unfenced[t].clear(), copy_groups[t].clear();
 }
 void at_collective(int warp) {
   if (!clocks.empty()) ++clocks[warp][warp];
@@ -168,7 +168,7 @@ void waited(const uint64_t* at, int warp) {
 }
 std::string waiting_for(const uint64_t* at) {
   const Mbarrier& m = mbarriers[find(at)];
-  const std::string one = "waits for a phase of the mbarrier " + place_of(at);
+  const std::string one = "waits for a phase of the mbarrier " + place_text(at);
   return m.announced ? text(one, ", of whose ", m.expected, " bytes ", m.arrived, " have come") : one + ", which nobody has announced";
 }
 
@@ -178,24 +178,24 @@ std::string unfinished(int block) {
     if (m.block != block) continue;
     const int most = *std::max_element(m.waited.begin(), m.waited.end());
     if (m.arrived > 0 || m.last_phase >= most)
-      return text("ends: a thread has returned before the block has waited for what comes to its mbarrier ", place_of(m.at));
+      return text("ends: a thread has returned before the block has waited for what comes to its mbarrier ", place_text(m.at));
   }
   for (int t = block * most_threads; t < (block + 1) * most_threads; ++t)
-    for (const auto& group : groups_of[t])
+    for (const auto& group : copy_groups[t])
       if (!group.empty()) return text("ends: thread ", t % most_threads, " has returned before it has waited for its asynchronous copies");
   return {};
 }
 
 const char* unready(const Cell& cell) {
-  const Transfer& t = known[cell.transfer];
+  const Transfer& t = transfers_by_number[cell.transfer];
   if (!t.has_arrived) return "which a transfer may still be bringing";
-  if (mbarriers[t.mbarrier].waited[warp_of(running)] <= t.phase) return "which a transfer has brought that this warp has not waited for";
+  if (mbarriers[t.mbarrier].waited[warp_index(running)] <= t.phase) return "which a transfer has brought that this warp has not waited for";
   return nullptr;
 }
 void loaded(Cell& cell) {
-  const Transfer& t = known[cell.transfer];
+  const Transfer& t = transfers_by_number[cell.transfer];
   if (t.is_message) {
-    const int warp = warp_of(running);
+    const int warp = warp_index(running);
     mbarriers[t.mbarrier].loads[warp] = clocks[warp][warp];
   } else {
     ++cell.unfenced;
@@ -211,19 +211,19 @@ void init_mbarrier(uint64_t* at) {
   if (clocks.empty()) clocks.assign(most_warps, Clock(most_warps));
   const int64_t offset = shared_offset(reinterpret_cast<uintptr_t>(at));
   if (offset < 0 || offset + 8 > shared_bytes || offset % 8 != 0)
-    report(code, text("out of bounds: an mbarrier ", place_of(at), "; the launch asked for ", shared_bytes, " bytes"));
+    report(code, text("out of bounds: an mbarrier ", place_text(at), "; the launch asked for ", shared_bytes, " bytes"));
   const Access access{reinterpret_cast<uintptr_t>(at), 8, true, true, code};
-  const auto name = [&] { return place_of(at); };
+  const auto name = [&] { return place_text(at); };
   for (int i = 0; i < 8; i += granule) {
-    Cell& cell = shared_cell(block_of(running), offset + i);
+    Cell& cell = shared_cell(block_index(running), offset + i);
     check_order(cell, access, name);
-    note(cell, access);
+    record_access(cell, access);
   }
-  if (find(at) >= 0) report(code, "mbarrier: the one " + place_of(at) + " is initialised twice");
+  if (find(at) >= 0) report(code, "mbarrier: the one " + place_text(at) + " is initialised twice");
   Mbarrier m;
   m.at = at;
-  m.block = block_of(running), m.opener = running;
-  m.block_tick = block_tick, m.warp_tick = warp_ticks[warp_of(running)], m.cluster_barriers = cluster_barriers;
+  m.block = block_index(running), m.opener = running;
+  m.block_tick = block_tick, m.warp_tick = warp_ticks[warp_index(running)], m.cluster_barriers = cluster_barriers;
   m.sent = m.complete = m.loads = Clock(most_warps);
   m.waited.assign(most_warps, 0);
   mbarriers.push_back(std::move(m));
@@ -231,28 +231,28 @@ void init_mbarrier(uint64_t* at) {
 void expect_bytes(uint64_t* at, int bytes) {
   const void* const code = __builtin_return_address(0);
   Mbarrier& m = mbarriers[used(at, code)];
-  if (m.announced) report(code, "mbarrier: a phase of the one " + place_of(at) + " is announced twice");
+  if (m.announced) report(code, "mbarrier: a phase of the one " + place_text(at) + " is announced twice");
   m.announced = true;
   m.expected = bytes;
   if (m.arrived > bytes)
-    report(code, text("mbarrier: ", m.arrived, " bytes come to the one ", place_of(at), ", ", bytes, " are announced"));
+    report(code, text("mbarrier: ", m.arrived, " bytes come to the one ", place_text(at), ", ", bytes, " are announced"));
   end_phase(m);
 }
 void send(float* to, uint64_t* at, int block, float value) {
   const void* const code = __builtin_return_address(0);
-  const auto there = [&](void* own) { return shared_of(block) + shared_offset(reinterpret_cast<uintptr_t>(own)); };
-  const int of = used(reinterpret_cast<uint64_t*>(there(at)), code);
-  bring(of, true, block, there(to), &value, sizeof(value), code);
-  join(mbarriers[of].sent, clocks[warp_of(running)]);
-  end_phase(mbarriers[of]);
+  const auto there = [&](void* address) { return block_shared_memory(block) + shared_offset(reinterpret_cast<uintptr_t>(address)); };
+  const int mbarrier_number = used(reinterpret_cast<uint64_t*>(there(at)), code);
+  bring(mbarrier_number, true, block, there(to), &value, sizeof(value), code);
+  join(mbarriers[mbarrier_number].sent, clocks[warp_index(running)]);
+  end_phase(mbarriers[mbarrier_number]);
 }
 void bulk_copy(void* to, const void* from, int bytes, uint64_t* at) {
   const void* const code = __builtin_return_address(0);
-  const int of = used(at, code);
+  const int mbarrier_number = used(at, code);
   if (bytes <= 0 || bytes % 16 != 0) report(code, text("bulk copy of ", bytes, " bytes, expected a multiple of 16"));
   load_global(from, bytes, code);
-  bring(of, false, block_of(running), static_cast<unsigned char*>(to), from, bytes, code);
-  end_phase(mbarriers[of]);
+  bring(mbarrier_number, false, block_index(running), static_cast<unsigned char*>(to), from, bytes, code);
+  end_phase(mbarriers[mbarrier_number]);
 }
 void finish_reads_before_copies() {
   for (Cell* const cell : unfenced[running]) --cell->unfenced;
@@ -263,27 +263,27 @@ void async_copy(void* to, const void* from) {
   constexpr int bytes = 16;
   const void* const code = __builtin_return_address(0);
   load_global(from, bytes, code);
-  reserve(block_of(running), to, bytes, asynchronous, code);
-  auto& groups = groups_of[running];
+  reserve(block_index(running), to, bytes, asynchronous, code);
+  auto& groups = copy_groups[running];
   if (groups.empty()) groups.emplace_back();
   const auto* const data = static_cast<const unsigned char*>(from);
   groups.back().push_back({static_cast<unsigned char*>(to), {data, data + bytes}});
 }
 void close_copies() {
-  auto& groups = groups_of[running];
+  auto& groups = copy_groups[running];
   if (groups.empty()) groups.emplace_back();
   groups.emplace_back();
 }
 void wait_for_copies(int left) {
-  auto& groups = groups_of[running];
+  auto& groups = copy_groups[running];
   while (int(groups.size()) - 1 > left) {  // the last group is open
     for (const Copy& copy : groups.front()) {
       std::memcpy(copy.to, copy.data.data(), copy.data.size());
       const int64_t offset = shared_offset(reinterpret_cast<uintptr_t>(copy.to));
       for (int64_t at = offset; at < offset + int64_t(copy.data.size()); at += granule) {
-        Cell& cell = shared_cell(block_of(running), at);
+        Cell& cell = shared_cell(block_index(running), at);
         cell.transfer = 0;
-        cell.write_warp = warp_ticks[warp_of(running)];  // the wait counts as the store
+        cell.write_warp = warp_ticks[warp_index(running)];  // the wait counts as the store
       }
     }
     groups.erase(groups.begin());

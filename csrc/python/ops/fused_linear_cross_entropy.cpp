@@ -6,9 +6,10 @@
 namespace liger::python {
 
 const OpBindings fused_linear_cross_entropy_bindings([](py::module_& m, py::module_& checks) {
-  checks.def("fused_linear_cross_entropy", &Named<ForwardOrder, check_fused_linear_cross_entropy>::run);
-  checks.def("fused_linear_cross_entropy_backward", &Named<BackwardOrder, check_fused_linear_cross_entropy_backward>::run);
-  checks.def("fused_linear_cross_entropy_backward_", &Named<BackwardInPlaceOrder, check_fused_linear_cross_entropy_backward_in_place>::run);
+  checks.def("fused_linear_cross_entropy", &NamedArguments<ForwardOrder, check_fused_linear_cross_entropy>::run);
+  checks.def("fused_linear_cross_entropy_backward", &NamedArguments<BackwardOrder, check_fused_linear_cross_entropy_backward>::run);
+  checks.def("fused_linear_cross_entropy_backward_",
+             &NamedArguments<BackwardInPlaceOrder, check_fused_linear_cross_entropy_backward_in_place>::run);
   m.attr("rows_left_out") = rows_left_out;
   // The fake implementation computes the sizes of the forward's results by these functions. A size is a number or a symbol.
   m.def("overlaid_room", [](const Size& hidden, const ScalarType& weight, const ScalarType& compute) {
@@ -16,7 +17,7 @@ const OpBindings fused_linear_cross_entropy_bindings([](py::module_& m, py::modu
   });
   m.def("overlaid_classes", &launch::overlaid_classes<Size>, py::arg("rows"), py::arg("room"), py::arg("vocab"));
   m.def("overlaid_rest", &launch::overlaid_rest<Size>, py::arg("rows"), py::arg("room"), py::arg("vocab"), py::arg("stored"));
-  m.def("kept_for_gradients", &launch::kept_for_gradients<Size>, py::arg("rows"), py::arg("token_scaling"));
+  m.def("gradient_state_size", &launch::gradient_state_size<Size>, py::arg("rows"), py::arg("token_scaling"));
   m.def(
       "sums_dx",
       [](int64_t gradients, const ScalarType& weight, const ScalarType& compute, bool stored) {

@@ -14,11 +14,11 @@ const OpBindings sharded_vocabulary_bindings([](py::module_& m, py::module_& che
       .value("anchor", Statistics::anchor)
       .value("weights", Statistics::weights)
       .value("best", Statistics::best);
-  m.def("statistics_slots", &Statistics::slots_of, py::arg("moments"), "The number of statistics of a row in a shard.");
-  checks.def("vocabulary_shard_statistics", &Named<ShardStatisticsOrder, check_vocabulary_shard_statistics>::run);
-  checks.def("vocabulary_shard_losses_", &Named<ShardLossesOrder, check_vocabulary_shard_losses>::run);
-  checks.def("vocabulary_shard_backward", &Named<ShardBackwardOrder, check_vocabulary_shard_backward>::run);
-  checks.def("vocabulary_shard_backward_", &Named<ShardBackwardOrder, check_vocabulary_shard_backward_in_place>::run);
+  m.def("statistics_slots", &Statistics::slot_count, py::arg("moments"), "The number of statistics of a row in a shard.");
+  checks.def("vocabulary_shard_statistics", &NamedArguments<ShardStatisticsOrder, check_vocabulary_shard_statistics>::run);
+  checks.def("vocabulary_shard_losses_", &NamedArguments<ShardLossesOrder, check_vocabulary_shard_losses>::run);
+  checks.def("vocabulary_shard_backward", &NamedArguments<ShardBackwardOrder, check_vocabulary_shard_backward>::run);
+  checks.def("vocabulary_shard_backward_", &NamedArguments<ShardBackwardOrder, check_vocabulary_shard_backward_in_place>::run);
 });
 
 }  // namespace liger::python

@@ -14,14 +14,14 @@ using trace::LossPlan;
 using trace::Recorder;
 using PlanFields = std::tuple<int64_t, int64_t, int64_t>;
 
-LossPlan plan_of(const PlanFields& fields) { return {launch::Gradients(std::get<0>(fields)), std::get<1>(fields), std::get<2>(fields)}; }
+LossPlan loss_plan(const PlanFields& fields) { return {launch::Gradients(std::get<0>(fields)), std::get<1>(fields), std::get<2>(fields)}; }
 
 std::vector<std::tuple<int64_t, double, int64_t>> costs(const LossCall& call, const std::vector<PlanFields>& plans,
                                                         const DeviceProfile* gpu, const Rates& rates) {
   std::vector<std::tuple<int64_t, double, int64_t>> all;
   for (const PlanFields& plan : plans) {
     Recorder recorder(gpu, rates, false);
-    trace_fused_loss(call, plan_of(plan), recorder);
+    trace_fused_loss(call, loss_plan(plan), recorder);
     all.emplace_back(recorder.peak, recorder.seconds, recorder.multiplications);
   }
   return all;
@@ -31,7 +31,7 @@ using MatmulFields = std::tuple<int64_t, int64_t, int64_t, bool, int64_t>;
 std::pair<std::vector<MatmulFields>, std::vector<std::pair<std::string, int64_t>>> lists(const LossCall& call, const PlanFields& plan,
                                                                                          const DeviceProfile* gpu, const Rates& rates) {
   Recorder recorder(gpu, rates, true);
-  trace_fused_loss(call, plan_of(plan), recorder);
+  trace_fused_loss(call, loss_plan(plan), recorder);
   std::vector<MatmulFields> matmuls;
   for (const auto& one : recorder.matmuls) matmuls.emplace_back(one.m, one.n, one.k, one.accumulates, one.times);
   std::vector<std::pair<std::string, int64_t>> kernels;
@@ -50,7 +50,8 @@ const OpBindings trace_bindings([](py::module_& m, py::module_&) {
       .def_readwrite("launch", &Rates::launch)
       .def_readwrite("fresh", &Rates::fresh)
       .def_readwrite("measured", &Rates::measured);
-  m.def("rates_of", &launch::rates_of, py::arg("gpu").none(true), "The rates of a device, or of the nearest known device; None: a CPU.");
+  m.def("device_rates", &launch::device_rates, py::arg("gpu").none(true),
+        "The rates of a device, or of the nearest known device; None: a CPU.");
   m.def("matmul_seconds", &trace::matmul_seconds, py::arg("rates"), py::arg("m"), py::arg("n"), py::arg("k"), py::arg("operand_bytes"),
         py::arg("result_bytes"), py::arg("accumulates"), "The estimated time of a matmul (csrc/trace/cost.h).");
   py::class_<LossCall>(m, "LossCall", "The properties of a fused loss call that its plan depends on (csrc/trace/fused_loss.h).")
@@ -61,16 +62,18 @@ const OpBindings trace_bindings([](py::module_& m, py::module_&) {
                        bool temperature, bool wide_logits, bool in_place) {
         // For a dtype that no kernel supports, the op raises an error with any plan.
         const auto known = [](const ScalarType& type) { return kernel_dtype(type).value_or(Dtype::f32); };
-        const auto of = [](const std::optional<ScalarType>& type) { return type ? kernel_dtype(*type) : std::optional<Dtype>(); };
+        const auto optional_dtype = [](const std::optional<ScalarType>& type) {
+          return type ? kernel_dtype(*type) : std::optional<Dtype>();
+        };
         return LossCall{rows,
                         hidden,
                         vocab,
                         known(compute),
                         known(x),
                         known(weight),
-                        of(bias),
-                        of(class_weight),
-                        of(sum),
+                        optional_dtype(bias),
+                        optional_dtype(class_weight),
+                        optional_dtype(sum),
                         dx,
                         dweight,
                         dbias,

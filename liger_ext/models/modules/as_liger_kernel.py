@@ -31,7 +31,7 @@ def output_class(head: nn.Module, without_cache: bool) -> type[ModelOutput]:
     return head.OUTPUT if hasattr(head, _MARK) else head.OUTPUT_WITHOUT[without_cache]
 
 
-def fused_loss_of(head: nn.Module) -> Callable:
+def head_loss_function(head: nn.Module) -> Callable:
     """Returns the function that computes the loss of `head`: our own, or for a marked head `current_fused_loss()`."""
     return current_fused_loss() if hasattr(head, _MARK) else functional.fused_linear_cross_entropy
 

@@ -15,12 +15,12 @@ from liger_ext import functional
 from liger_ext.functional import CrossEntropyOutput
 from liger_ext.models.patching.calls import is_called_bare
 from liger_ext.ops._checks import accumulator
-from liger_ext.ops._loss_devices import device_of
-from liger_ext.ops._loss_plan import Call, rows_of_logits
+from liger_ext.ops._loss_devices import device_index
+from liger_ext.ops._loss_plan import Call, head_chunk_rows
 
 # PEFT's adapters that process each row of hidden states independently. (Lily, for one, averages the rows of a call.)
 _TUNERS = "peft.tuners."
-_TUNERS_OF_ROWS = "lora", "trainable_tokens", "tuners_utils"
+_ROW_TUNERS = "lora", "trainable_tokens", "tuners_utils"
 
 
 def rows_at_a_time(head: nn.Module, hidden_states: Tensor, memory: str | int | None) -> int | None:
@@ -33,11 +33,11 @@ def rows_at_a_time(head: nn.Module, hidden_states: Tensor, memory: str | int | N
     if any(hasattr(parameter, "placements") for parameter in head.parameters()):
         return None
     tuners = {cls.__module__ for m in head.modules() for cls in type(m).__mro__ if cls.__module__.startswith(_TUNERS)}
-    if any(module.split(".")[2] not in _TUNERS_OF_ROWS for module in tuners):
+    if any(module.split(".")[2] not in _ROW_TUNERS for module in tuners):
         return None
     rows, hidden = hidden_states.shape
-    dtype, device = hidden_states.dtype, device_of(hidden_states.device)
-    chunk = rows_of_logits(Call.of(rows, hidden, vocab, dtype, device), "auto" if memory is None else memory)
+    dtype, device = hidden_states.dtype, device_index(hidden_states.device)
+    chunk = head_chunk_rows(Call.uniform(rows, hidden, vocab, dtype, device), "auto" if memory is None else memory)
     return chunk if chunk < rows else None
 
 
@@ -106,8 +106,8 @@ class _Chunks(torch.autograd.Function):
             if first == 0 and _differentiates_more_than(made.loss, {id(t) for t in (x, *wanted)}):
                 raise _OthersWeights
             if needs_hidden or wanted:
-                of = [x] * needs_hidden + wanted
-                found = torch.autograd.grad(made.loss, of, allow_unused=True)
+                inputs = [x] * needs_hidden + wanted
+                found = torch.autograd.grad(made.loss, inputs, allow_unused=True)
                 if needs_hidden:
                     dhidden[rows] = 0 if found[0] is None else found[0]
                 for total, gradient in zip(sums, found[needs_hidden:], strict=True):
@@ -131,10 +131,10 @@ class _Chunks(torch.autograd.Function):
         if dloss is None:
             return (None,) * len(ctx.needs_input_grad)
         dhidden, *sums = ctx.saved_tensors
-        of_hidden = None if dhidden is None else (dhidden * dloss).to(dhidden.dtype)
+        hidden_gradient = None if dhidden is None else (dhidden * dloss).to(dhidden.dtype)
         scaled = ((total * dloss).to(dtype) for total, dtype in zip(sums, ctx.dtypes, strict=True))
-        of_parameters = (next(scaled) if need else None for need in ctx.needs_input_grad[8:])
-        return None, None, None, None, None, None, of_hidden, None, *of_parameters
+        parameter_gradients = (next(scaled) if need else None for need in ctx.needs_input_grad[8:])
+        return None, None, None, None, None, None, hidden_gradient, None, *parameter_gradients
 
 
 def _differentiates_more_than(loss: Tensor, known: set[int]) -> bool:

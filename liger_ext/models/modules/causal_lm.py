@@ -12,9 +12,9 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 from transformers.utils import can_return_tuple
 
-from liger_ext.models.modules.as_liger_kernel import fused_loss_of, output_class
+from liger_ext.models.modules.as_liger_kernel import head_loss_function, output_class
 from liger_ext.models.modules.called_head import scaled
-from liger_ext.models.modules.log_probs import fused_log_probs, log_probs_of_logits, take_options
+from liger_ext.models.modules.log_probs import fused_log_probs, log_probs_from_logits, take_options
 from liger_ext.models.modules.loss import (
     CACHES,
     FUSED_OPTIONS,
@@ -32,9 +32,9 @@ from liger_ext.models.modules.loss import (
     softcapped,
 )
 from liger_ext.models.patching.calls import exports_onnx
-from liger_ext.models.patching.forwards import text_of
+from liger_ext.models.patching.forwards import source_text
 from liger_ext.models.patching.swap import Mixin
-from liger_ext.models.recognise.normal_form import MODEL_CALL, OWN_ARGUMENTS, renamed
+from liger_ext.models.recognise.normal_form import HEAD_ARGUMENTS, MODEL_CALL, renamed
 from liger_ext.ops._loss_plan import Level
 
 
@@ -84,14 +84,14 @@ class CausalLM(Mixin):
         return scale, None if self.SOFTCAP is None else getattr(self.config.get_text_config(), self.SOFTCAP, None)
 
     @classmethod
-    def look_at(cls, stock: type[nn.Module]) -> None:
+    def inspect_stock(cls, stock: type[nn.Module]) -> None:
         cls.forward = _forward_like(stock, cls._forward.__doc__)
-        output, cls.COPIED = _output_of(stock)
-        cls.MODEL, cls.TAKES = _model_of(stock)
+        output, cls.COPIED = _stock_output(stock)
+        cls.MODEL, cls.TAKES = _stock_model(stock)
         cls.PASSED = _passed_by(stock)
         parameters = inspect.signature(stock.forward).parameters
         cls.KEEPS = "logits_to_keep" in parameters
-        given = [p for p in parameters.values() if p.name not in OWN_ARGUMENTS]
+        given = [p for p in parameters.values() if p.name not in HEAD_ARGUMENTS]
         cls.DEFAULTS = {p.name: p.default for p in given if p.default not in (None, p.empty)}
         # These methods read the source of a class's module. The call caches the result for subclasses, ours included.
         for name in ("_can_set_attn_implementation", "_can_set_experts_implementation"):
@@ -123,16 +123,16 @@ class CausalLM(Mixin):
         """
         labels, shift_labels = arguments.get("labels"), arguments.get("shift_labels")
         has_labels = labels is not None or shift_labels is not None
-        against = _against_ours(self)
-        of_log_probs = take_options(arguments, has_labels, against)
+        against = _stock_reason(self)
+        log_probs_options = take_options(arguments, has_labels, against)
         if skip_logits is None:
-            skip_logits = has_labels and (self.training or of_log_probs is not None)
+            skip_logits = has_labels and (self.training or log_probs_options is not None)
         if against is not None:
             return super().forward(**arguments)
         options = {name: arguments.pop(name) for name in _LOSS_OPTIONS if name in arguments}
         options.pop("return_z_loss", None)  # the loss includes it; the output has no field for it
         max_rows = options.pop("max_rows", None)
-        if not has_labels or not (skip_logits or options or of_log_probs or labels is None):
+        if not has_labels or not (skip_logits or options or log_probs_options or labels is None):
             return super().forward(**arguments)
 
         loss_arguments = {name: arguments.pop(name) for name in _LOSS_ARGUMENTS if name in arguments}
@@ -140,7 +140,7 @@ class CausalLM(Mixin):
         if skip_logits and isinstance(logits_to_keep, int) and logits_to_keep == 0:
             loss_arguments |= counted_rows(self.lm_head, **loss_arguments, max_rows=max_rows)
         passed = {"labels": labels, "logits_to_keep": logits_to_keep}
-        given = _given_to(arguments)
+        given = _model_input(arguments)
         spared = skip_logits and self.training and _spare_cache(self, arguments) and self.CACHE in self.COPIED
         arguments = {**self.DEFAULTS, **arguments}
         if self.TAKES is not None:
@@ -152,21 +152,21 @@ class CausalLM(Mixin):
             hidden_states = _keep(hidden_states, logits_to_keep)
         hidden_states = self._for_head(hidden_states)
         scale, softcap = self.liger_logits()
-        options |= of_log_probs or {}
+        options |= log_probs_options or {}
         if softcap is not None:
             options["softcap"] = softcap
         if skip_logits:
             output, shown = output_class(self, spared), {}
             if options.get("memory") is None:
                 options["memory"] = self._loss_memory(hidden_states)
-            options["function"] = fused_loss_of(self)
-            make = fused_causal_lm_loss if of_log_probs is None else fused_log_probs
+            options["function"] = head_loss_function(self)
+            make = fused_causal_lm_loss if log_probs_options is None else fused_log_probs
             result = make(hidden_states, self.lm_head, **loss_arguments, logit_scale=scale, **options)
         else:
             logits = self.lm_head(hidden_states)
             logits = scaled(logits, scale)
             logits = logits if self.LOGITS is None else logits.to(getattr(torch, self.LOGITS))
-            make = causal_lm_loss if of_log_probs is None else log_probs_of_logits
+            make = causal_lm_loss if log_probs_options is None else log_probs_from_logits
             result = make(logits, **loss_arguments, **options)
             if softcap is not None:
                 logits = softcapped(logits, softcap)
@@ -205,7 +205,7 @@ class CausalLM(Mixin):
         return results
 
 
-def _against_ours(model: nn.Module) -> str | None:
+def _stock_reason(model: nn.Module) -> str | None:
     """Returns the reason why transformers' own forward must run, whatever its arguments are; None if ours may run."""
     if exports_onnx():
         return "torch.onnx exports the unpatched model, which does not return them"
@@ -254,13 +254,13 @@ class MoeCausalLM(RoutedCausalLM):
         aux_loss = None
         if arguments["output_router_logits"]:
             balance = sys.modules[self.STOCK_MODULE].load_balancing_loss_func
-            experts, of_token, factor = self._balance()
-            aux_loss = balance(results["router_logits"], experts, of_token, arguments.get("attention_mask"))
+            experts, experts_per_token, factor = self._balance()
+            aux_loss = balance(results["router_logits"], experts, experts_per_token, arguments.get("attention_mask"))
             results["loss"] = results["loss"] + factor * aux_loss.to(results["loss"].device)
         return {**results, "aux_loss": aux_loss}
 
 
-class MoeOfTextCausalLM(MoeCausalLM):
+class TextMoeCausalLM(MoeCausalLM):
     """Qwen3-VL and GLM-4V, whose inner language model has the experts."""
 
     def _balance(self) -> tuple[int, int, float]:
@@ -272,7 +272,7 @@ class MoeOfTextCausalLM(MoeCausalLM):
         return self.config.text_config.output_router_logits
 
 
-class OmniMoeCausalLM(MoeOfTextCausalLM):
+class OmniMoeCausalLM(TextMoeCausalLM):
     """Qwen 3 Omni's thinker, which itself has the counts of experts and the factor of their loss as attributes."""
 
     _balance = MoeCausalLM._balance
@@ -282,9 +282,9 @@ class CausalLMInside(Mixin):
     """Llama 4 with images: the head belongs to the inner language model, whose output the loss is computed from."""
 
     @classmethod
-    def look_at(cls, stock: type[nn.Module]) -> None:
+    def inspect_stock(cls, stock: type[nn.Module]) -> None:
         cls.forward = _forward_like(stock, cls._forward.__doc__)
-        output, _ = _output_of(stock)
+        output, _ = _stock_output(stock)
         cls.OUTPUT, cls.OUTPUT_WITHOUT = liger_output(output), _outputs_without(output)
 
     def _forward(self, arguments: dict[str, object], skip_logits: bool | None) -> ModelOutput:
@@ -293,20 +293,20 @@ class CausalLMInside(Mixin):
         has_labels = labels is not None or shift_labels is not None
         inner = self.language_model
         ours = isinstance(inner, CausalLM)
-        against = (_against_ours(self) or _against_ours(inner)) if ours else "its language model is not patched"
-        of_log_probs = take_options(arguments, has_labels, against)
+        against = (_stock_reason(self) or _stock_reason(inner)) if ours else "its language model is not patched"
+        log_probs_options = take_options(arguments, has_labels, against)
         if skip_logits is None:
             skip_logits = self.training and has_labels
         options = {name: arguments.get(name) for name in _LOSS_OPTIONS if name in arguments}
-        if not has_labels or against is not None or not (skip_logits or options or of_log_probs):
+        if not has_labels or against is not None or not (skip_logits or options or log_probs_options):
             return super().forward(**arguments)
         given = {name: arguments.pop(name) for name in (*_LOSS_ARGUMENTS, *options) if name in arguments}
         wants_more = any(options.get(name) for name in OUTPUT_OPTIONS)  # stock's forward drops the language model's
-        if wants_more or of_log_probs or not skip_logits:
+        if wants_more or log_probs_options or not skip_logits:
             outputs = super().forward(**arguments, return_dict=True)
             given.pop("return_z_loss", None)
-            make = causal_lm_loss if of_log_probs is None else log_probs_of_logits
-            result = make(outputs.logits, **given, **(of_log_probs or {}))
+            make = causal_lm_loss if log_probs_options is None else log_probs_from_logits
+            result = make(outputs.logits, **given, **(log_probs_options or {}))
             shown = {name: getattr(result, name, None) for name in RESULTS}
             return self.OUTPUT(**{**outputs, "loss": result.loss}, **shown)
         if shift_labels is None:
@@ -323,7 +323,7 @@ def _outputs_without(output: type[ModelOutput]) -> dict[bool, type[ModelOutput]]
     return {False: output_without(output, "logits"), True: output_without(output, "logits", cache_in(output))}
 
 
-def _given_to(arguments: dict[str, object]) -> torch.Tensor | None:
+def _model_input(arguments: dict[str, object]) -> torch.Tensor | None:
     """Returns `inputs_embeds`, or else `input_ids`."""
     embeds = arguments.get("inputs_embeds")
     return arguments.get("input_ids") if embeds is None else embeds
@@ -337,7 +337,7 @@ def _spare_cache(head: nn.Module, arguments: dict[str, object]) -> bool:
     # Without a cache, transformers (4.53 on) finds packed documents by their positions, and masks them from each other.
     if arguments.get("position_ids") is not None and arguments.get("attention_mask") is None:
         return False
-    given = _given_to(arguments)
+    given = _model_input(arguments)
     if isinstance(given, torch.Tensor) and given.is_meta:  # then positions cannot be read
         return False
     arguments["use_cache"] = False
@@ -348,9 +348,9 @@ def _spare_cache(head: nn.Module, arguments: dict[str, object]) -> bool:
     return bool(getattr(head.config.get_text_config(), "use_cache", False)) and not is_checkpointed
 
 
-def _model_of(stock: type[nn.Module]) -> tuple[str, tuple[str, ...] | None]:
+def _stock_model(stock: type[nn.Module]) -> tuple[str, tuple[str, ...] | None]:
     """Returns the attribute that holds a head's model, and the arguments that this model receives (None: all)."""
-    text = text_of(stock.forward) or ""
+    text = source_text(stock.forward) or ""
     call = MODEL_CALL.search(text)
     given = re.search(r"= self\.model\((.*)\)$", renamed(text), re.MULTILINE)
     takes_all = given is None or "**" in given[1]
@@ -359,13 +359,13 @@ def _model_of(stock: type[nn.Module]) -> tuple[str, tuple[str, ...] | None]:
 
 def _passed_by(stock: type[nn.Module]) -> list[str]:
     """Returns the arguments for the loss that a head also passes to its model."""
-    call = re.search(r"= self\.model\((.*)\)$", renamed(text_of(stock.forward) or ""), re.MULTILINE)
+    call = re.search(r"= self\.model\((.*)\)$", renamed(source_text(stock.forward) or ""), re.MULTILINE)
     return [name for name in ("labels", "logits_to_keep") if call and f"{name}={name}" in call[1]]
 
 
-def _output_of(stock: type[nn.Module]) -> tuple[type[ModelOutput], list[str]]:
+def _stock_output(stock: type[nn.Module]) -> tuple[type[ModelOutput], list[str]]:
     """Returns a head's output class, and the names of the fields that it copies from its model's output."""
-    text = renamed(text_of(stock.forward) or "")
+    text = renamed(source_text(stock.forward) or "")
     call = re.search(r"return (\w*CausalLMOutput\w*)\((.*)\)$", text, re.MULTILINE)
     if call is None:
         return CausalLMOutputWithPast, [cache_in(CausalLMOutputWithPast), "hidden_states", "attentions"]

@@ -19,19 +19,19 @@ from liger_ext import functional
 from liger_ext.models.modules.mlp import MLP, has_silu, only_activation_runs
 from liger_ext.models.modules.norms import RMSNorm, is_plain_rms_norm
 from liger_ext.models.patching.calls import only_forward_runs
-from liger_ext.models.patching.forwards import definition_of, find_foreign, text_of
+from liger_ext.models.patching.forwards import find_foreign, parse_function, source_text
 from liger_ext.models.patching.source import find_calls
 from liger_ext.models.patching.swap import Mixin
-from liger_ext.models.training.checkpoint import counting_runs, run_of
+from liger_ext.models.training.checkpoint import checkpoint_run, counting_runs
 from liger_ext.models.training.nodes import adapted, fused_linears, norm_linears, norm_mlp
-from liger_ext.models.training.recompute import recomputed, remade
+from liger_ext.models.training.recompute import recompute_when_saved, recomputed
 
 
 class Attention(Mixin):
     """transformers' attention, in whose `forward` our functions apply the rotary embeddings."""
 
     @classmethod
-    def look_at(cls, stock: type[nn.Module]) -> None:
+    def inspect_stock(cls, stock: type[nn.Module]) -> None:
         cls.CALLS_PROJECTIONS = _calls_its_projections(stock.forward) and _only_reads_itself(stock.forward)
         cls.CALLS_OUTPUT = _only_calls(stock.forward, "o_proj")
 
@@ -50,20 +50,20 @@ class DecoderLayer(Mixin):
     """
 
     liger_memory = "auto"
-    OWN_STATE = ("_checkpoint_function",)
+    PATCH_STATE = ("_checkpoint_function",)
     # The names of the layer's modules: attention and MLP, each with the norm before it.
     INPUT_NORM, ATTENTION = "input_layernorm", "self_attn"
     NORM, FEED_FORWARD = "post_attention_layernorm", "mlp"
 
     @classmethod
-    def look_at(cls, stock: type[nn.Module]) -> None:
+    def inspect_stock(cls, stock: type[nn.Module]) -> None:
         parameters = [*inspect.signature(stock.forward).parameters.values()][2:]
         cls.DEFAULTS = {p.name: p.default for p in parameters if p.kind is not p.VAR_KEYWORD}  # all but hidden_states
-        calls = find_calls(ast.parse(text_of(stock.forward) or ""), f"self.{cls.ATTENTION}")
+        calls = find_calls(ast.parse(source_text(stock.forward) or ""), f"self.{cls.ATTENTION}")
         given = {keyword.arg for call in calls for keyword in call.keywords}  # empty without source
         cls.WITHHELD = tuple(name for name in cls.DEFAULTS if name not in given) if given else ()
         # Up to 4.53 a layer returns a tuple: the hidden states, and with output_attentions the attention's weights.
-        asks = "if output_attentions" in (text_of(stock.forward) or "if output_attentions")
+        asks = "if output_attentions" in (source_text(stock.forward) or "if output_attentions")
         cls.RETURNS_WEIGHTS = "output_attentions" in cls.DEFAULTS and asks
 
     def forward(self, hidden_states: torch.Tensor, *args, **kwargs):
@@ -73,31 +73,31 @@ class DecoderLayer(Mixin):
         # The arguments differ between versions of transformers. Most of them are passed on to the attention by name.
         arguments = {**self.DEFAULTS, **dict(zip(self.DEFAULTS, args, strict=False)), **kwargs}
         stream, attention, *others = self._attend(hidden_states, arguments)
-        attention = self._of_attention(attention)
+        attention = self._attention_summand(attention)
         raises_dtype = norm.raises_dtype(attention, stream)
-        linears = self._linears_of_mlp(stream) if not raises_dtype and isinstance(norm, RMSNorm) else None
+        linears = self._mlp_linears(stream) if not raises_dtype and isinstance(norm, RMSNorm) else None
         if linears is not None:
-            is_read = run_of(self) < 2
+            is_read = checkpoint_run(self) < 2
             hidden_states = norm_mlp(attention, stream, norm, linears, self._level(), is_read)
         elif raises_dtype:
             residual = stream + attention
-            hidden_states = residual + self._of_mlp(self._feed_forward(norm(residual)), residual)
+            hidden_states = residual + self._mlp_summand(self._feed_forward(norm(residual)), residual)
         else:
-            arguments_of_norm = norm.liger_arguments()
-            normed, residual = recomputed(self, functional.add_rms_norm, attention, stream, *arguments_of_norm)
-            with remade(self, normed, functional.rms_norm, residual, *arguments_of_norm):
+            norm_arguments = norm.liger_arguments()
+            normed, residual = recomputed(self, functional.add_rms_norm, attention, stream, *norm_arguments)
+            with recompute_when_saved(self, normed, functional.rms_norm, residual, *norm_arguments):
                 hidden_states = self._feed_forward(normed)
-            hidden_states = residual + self._of_mlp(hidden_states, residual)
+            hidden_states = residual + self._mlp_summand(hidden_states, residual)
         return self._results(hidden_states, arguments, others)
 
-    def _of_attention(self, x: torch.Tensor) -> torch.Tensor:
+    def _attention_summand(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the summand for the residual stream, from the attention's result."""
         return x
 
     def _feed_forward(self, normed: torch.Tensor) -> torch.Tensor | tuple:
         return getattr(self, self.FEED_FORWARD)(normed)
 
-    def _of_mlp(self, x: torch.Tensor | tuple, residual: torch.Tensor) -> torch.Tensor:
+    def _mlp_summand(self, x: torch.Tensor | tuple, residual: torch.Tensor) -> torch.Tensor:
         """Returns the summand for `residual`, from the MLP's result. Experts return a tuple with router logits, or
         flattened rows."""
         x = x[0] if isinstance(x, tuple) else x
@@ -109,7 +109,7 @@ class DecoderLayer(Mixin):
             return (hidden_states, others[0]) if arguments["output_attentions"] else (hidden_states,)
         return hidden_states
 
-    def _arguments_of_attention(self, arguments: dict[str, object]) -> dict[str, object]:
+    def _attention_arguments(self, arguments: dict[str, object]) -> dict[str, object]:
         if not self.WITHHELD:
             return arguments
         return {name: value for name, value in arguments.items() if name not in self.WITHHELD}
@@ -117,7 +117,7 @@ class DecoderLayer(Mixin):
     def _attend(self, hidden_states: torch.Tensor, arguments: dict[str, object]) -> tuple:
         """Returns the residual stream, the attention's result, and its other results, such as attention weights."""
         norm, attention = getattr(self, self.INPUT_NORM), getattr(self, self.ATTENTION)
-        arguments = self._arguments_of_attention(arguments)
+        arguments = self._attention_arguments(arguments)
         if not is_plain_rms_norm(norm) or norm.raises_dtype(hidden_states):
             return hidden_states, *attention(hidden_states=norm(hidden_states), **arguments)
         projections = [getattr(attention, name, None) for name in _Projected.NAMES]
@@ -131,7 +131,7 @@ class DecoderLayer(Mixin):
             attention = functools.partial(cls.forward, _Projected(attention, projected))
             return stream, *attention(hidden_states=hidden_states, **arguments)
         normed = norm(hidden_states)
-        with remade(self, normed, functional.rms_norm, hidden_states, *norm.liger_arguments()):
+        with recompute_when_saved(self, normed, functional.rms_norm, hidden_states, *norm.liger_arguments()):
             return hidden_states, *attention(hidden_states=normed, **arguments)
 
     @property
@@ -172,23 +172,24 @@ class DecoderLayer(Mixin):
         return ours and find_foreign(called, __name__, "DecoderLayer.forward", ("transformers", "liger_ext")) is None
 
     def _is_differentiated(self) -> bool:
-        return torch.is_grad_enabled() or run_of(self) > 0  # a reentrant checkpoint's first run has gradients off
+        # A reentrant checkpoint's first run has gradients off.
+        return torch.is_grad_enabled() or checkpoint_run(self) > 0
 
     def _level(self) -> str:
         """Returns the level of memory of this call: one with which a checkpoint of the whole layer computes nothing a
         third time."""
-        if run_of(self):
+        if checkpoint_run(self):
             return "low"
         if self.liger_memory not in ("low", "min"):
             return self.liger_memory
         return "auto" if getattr(self, "gradient_checkpointing", False) and self.training else "low"
 
-    def _linears_of_mlp(self, stream: torch.Tensor) -> list | None:
+    def _mlp_linears(self, stream: torch.Tensor) -> list | None:
         """Returns the linear layers of an MLP that can run in one node with its norm; None for any other MLP."""
         mlp = getattr(self, self.FEED_FORWARD)
         one_node = (
             self._is_differentiated()
-            and type(self)._of_mlp is DecoderLayer._of_mlp
+            and type(self)._mlp_summand is DecoderLayer._mlp_summand
             and type(mlp).__bases__[0] is MLP
             and mlp.BEFORE_DOWN is mlp.FACTOR is None
             and only_forward_runs(mlp)
@@ -230,14 +231,14 @@ def _sees_no_module(attention: nn.Module) -> bool:
 
 def _only_calls(forward: Callable, name: str) -> bool:
     """Returns whether `forward` calls the module of this name and does nothing else with it."""
-    code = text_of(forward)
+    code = source_text(forward)
     return code is not None and f"self.{name}(" in code and re.search(rf"\bself\.{name}\b(?!\()", code) is None
 
 
 def _calls_its_projections(forward: Callable) -> bool:
     """Returns whether an attention's `forward` calls each projection once, on its argument `hidden_states`, and uses
     the projections and the values of `hidden_states` for nothing else."""
-    code = text_of(forward)
+    code = source_text(forward)
     if code is None:
         return False
     body = re.sub(r"\bhidden_states\.(shape|device|dtype)\b", "", code.partition("\n")[2])
@@ -251,7 +252,7 @@ def _calls_its_projections(forward: Callable) -> bool:
 def _only_reads_itself(forward: Callable) -> bool:
     """Returns whether an attention's `forward` uses `self` only to read attributes and to pass it to the attention
     function (see `_sees_no_module`). Then another object with the same attributes may replace `self`."""
-    nodes = list(ast.walk(definition_of(forward) or ast.Name("self")))
+    nodes = list(ast.walk(parse_function(forward) or ast.Name("self")))
     calls = (n for n in nodes if isinstance(n, ast.Call) and n.args)
     read = [n.value for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)]
     read += [n.args[0] for n in calls if ast.unparse(n.func) in ("attention_interface", "hasattr", "getattr")]

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.modules import linear
 from torch.nn.modules.module import _has_any_global_hook
 
-from liger_ext.models.patching.calls import call_is_torchs, hooks_of, only_forward_runs
-from liger_ext.models.patching.swap import derives_from, is_fsdp1, linear_is_torchs, replaces
+from liger_ext.models.patching.calls import has_torch_call, module_hooks, only_forward_runs
+from liger_ext.models.patching.swap import derives_from, is_fsdp1, replaces, torch_linear_is_intact
 
 # loss(hidden_states, weight, bias) -> tensors
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], tuple]
@@ -36,7 +36,7 @@ def loss_caller(head: nn.Module) -> Callable[..., tuple] | None:
     than a linear layer (LoRA, quantised weights), or a user's hook on its call expects logits."""
     path = _path(head)
     inner = path[-1]
-    if not _is_linear(inner) or not linear_is_torchs():
+    if not _is_linear(inner) or not torch_linear_is_intact():
         return None
     if all(map(only_forward_runs, path)) and not any(map(is_fsdp1, path)):
         return partial(Linear.forward, inner)
@@ -51,12 +51,12 @@ def used_linear(head: nn.Module) -> nn.Linear | None:
     return last if _is_linear(last) else None
 
 
-def heads_of(model: nn.Module) -> Iterator[nn.Module]:
+def linear_heads(model: nn.Module) -> Iterator[nn.Module]:
     """Returns the linear layers that may be the head of `model`."""
     return filter(_is_linear, _inside(model.lm_head))
 
 
-def device_of(head: nn.Module) -> torch.device | None:
+def head_device(head: nn.Module) -> torch.device | None:
     """Returns the device of the weight of `used_linear(head)`, without computing that weight; None if not known."""
     # FSDP1 may leave a module without parameters, and store a view of its own buffer as the attribute `weight`.
     linear = used_linear(head)
@@ -99,9 +99,9 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _takes_a_loss(module: nn.Module) -> bool:
     """Returns whether nothing around the call of `module` reads or changes its result."""
-    if _has_any_global_hook() or not call_is_torchs(module) or not _hands_on(module):
+    if _has_any_global_hook() or not has_torch_call(module) or not _hands_on(module):
         return False
-    if any(not _is_from(hook, _KNOWN_HOOKS) for kind in hooks_of(module) for hook in kind.values()):
+    if any(not _is_from(hook, _KNOWN_HOOKS) for kind in module_hooks(module) for hook in kind.values()):
         return False
     state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
     return getattr(getattr(state, "_mp_policy", None), "output_dtype", None) is None  # a dtype would cast the loss

@@ -10,9 +10,9 @@ from liger_ext import functional
 from liger_ext.models.modules.decoder import DecoderLayer
 from liger_ext.models.modules.mlp import MLP, only_activation_runs
 from liger_ext.models.modules.norms import is_plain_rms_norm
-from liger_ext.models.patching.forwards import text_of
+from liger_ext.models.patching.forwards import source_text
 from liger_ext.models.patching.source import find_calls
-from liger_ext.models.training.recompute import recomputed, remade
+from liger_ext.models.training.recompute import recompute_when_saved, recomputed
 
 
 class SandwichLayer(DecoderLayer):
@@ -21,10 +21,10 @@ class SandwichLayer(DecoderLayer):
     AFTER_ATTENTION, NORM = "post_attention_layernorm", "pre_feedforward_layernorm"
     AFTER_FEED_FORWARD = "post_feedforward_layernorm"
 
-    def _of_attention(self, x: torch.Tensor) -> torch.Tensor:
+    def _attention_summand(self, x: torch.Tensor) -> torch.Tensor:
         return getattr(self, self.AFTER_ATTENTION)(x)
 
-    def _of_mlp(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def _mlp_summand(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return getattr(self, self.AFTER_FEED_FORWARD)(x)
 
 
@@ -33,10 +33,10 @@ class ScaledLayer(DecoderLayer):
 
     FACTOR = "residual_multiplier"
 
-    def _of_attention(self, x: torch.Tensor) -> torch.Tensor:
+    def _attention_summand(self, x: torch.Tensor) -> torch.Tensor:
         return x * getattr(self, self.FACTOR)
 
-    def _of_mlp(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def _mlp_summand(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return x * getattr(self, self.FACTOR)
 
 
@@ -44,20 +44,20 @@ class Gemma4Layer(SandwichLayer):
     """Gemma 4's layer. In some models experts run beside the MLP, or each layer has its own inputs. The result has a
     factor."""
 
-    def _of_mlp(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def _mlp_summand(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         if getattr(self, "enable_moe_block", False):
             rows = residual.reshape(-1, residual.shape[-1])
             _, weights, index = self.router(rows)
-            of_experts = self.experts(self.pre_feedforward_layernorm_2(rows), index, weights).reshape(residual.shape)
-            x = self.post_feedforward_layernorm_1(x) + self.post_feedforward_layernorm_2(of_experts)
-        return super()._of_mlp(x, residual)
+            expert_result = self.experts(self.pre_feedforward_layernorm_2(rows), index, weights).reshape(residual.shape)
+            x = self.post_feedforward_layernorm_1(x) + self.post_feedforward_layernorm_2(expert_result)
+        return super()._mlp_summand(x, residual)
 
     def _results(self, hidden_states: torch.Tensor, arguments: dict[str, object], others: list) -> torch.Tensor:
         if getattr(self, "hidden_size_per_layer_input", 0):
             gate, given = self.per_layer_input_gate(hidden_states), arguments["per_layer_input"]
-            unit = MLP.UNITS.get(type(self.act_fn)) if only_activation_runs(self.act_fn) else None
-            fits = unit and gate.dtype == given.dtype and gate.shape == given.shape
-            gated = recomputed(self, unit[0], gate, given, *unit[1:]) if fits else self.act_fn(gate) * given
+            op = MLP.ACTIVATION_OPS.get(type(self.act_fn)) if only_activation_runs(self.act_fn) else None
+            fits = op and gate.dtype == given.dtype and gate.shape == given.shape
+            gated = recomputed(self, op[0], gate, given, *op[1:]) if fits else self.act_fn(gate) * given
             hidden_states = hidden_states + self.post_per_layer_input_norm(self.per_layer_projection(gated))
         return hidden_states * self.layer_scalar
 
@@ -68,16 +68,16 @@ class RecurrentLayer(DecoderLayer):
     RECURRENT = "mamba"
 
     @classmethod
-    def look_at(cls, stock: type[nn.Module]) -> None:
-        super().look_at(stock)
-        call, *_ = find_calls(ast.parse(text_of(stock.forward)), f"self.{cls.RECURRENT}")
+    def inspect_stock(cls, stock: type[nn.Module]) -> None:
+        super().inspect_stock(stock)
+        call, *_ = find_calls(ast.parse(source_text(stock.forward)), f"self.{cls.RECURRENT}")
         given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-        cls.GIVEN = {name: value for name, value in given.items() if value in cls.DEFAULTS}
-        cls.GIVES_REST = None in given
+        cls.MODULE_ARGUMENTS = {name: value for name, value in given.items() if value in cls.DEFAULTS}
+        cls.PASSES_REST = None in given
 
     def _recur(self, normed: torch.Tensor, arguments: dict[str, object]) -> torch.Tensor:
-        given = {name: arguments[value] for name, value in self.GIVEN.items()}
-        rest = {n: v for n, v in arguments.items() if n not in self.DEFAULTS} if self.GIVES_REST else {}
+        given = {name: arguments[value] for name, value in self.MODULE_ARGUMENTS.items()}
+        rest = {n: v for n, v in arguments.items() if n not in self.DEFAULTS} if self.PASSES_REST else {}
         return getattr(self, self.RECURRENT)(hidden_states=normed, **given, **rest)
 
 
@@ -87,7 +87,7 @@ class FalconH1Layer(RecurrentLayer):
     def _attend(self, hidden_states: torch.Tensor, arguments: dict[str, object]) -> tuple:
         normed = getattr(self, self.INPUT_NORM)(hidden_states)
         recurrent = self._recur(normed, arguments) * self.ssm_out_multiplier
-        given = self._arguments_of_attention(arguments)
+        given = self._attention_arguments(arguments)
         attention, weights = getattr(self, self.ATTENTION)(hidden_states=normed * self.attention_in_multiplier, **given)
         return hidden_states, recurrent + attention * self.attn_out_multiplier, weights
 
@@ -107,7 +107,7 @@ class HybridLayer(RecurrentLayer):
         normed = norm(hidden_states)
         if not is_plain_rms_norm(norm) or norm.raises_dtype(hidden_states):
             return hidden_states, self._recur(normed, arguments), None
-        with remade(self, normed, functional.rms_norm, hidden_states, *norm.liger_arguments()):
+        with recompute_when_saved(self, normed, functional.rms_norm, hidden_states, *norm.liger_arguments()):
             return hidden_states, self._recur(normed, arguments), None
 
     def _is_recurrent(self) -> bool:
@@ -124,11 +124,11 @@ class IndexedLayer(DecoderLayer):
 class HyperCLOVAXLayer(ScaledLayer):
     """HyperCLOVA X's layer: norms may follow the attention and the MLP."""
 
-    def _of_attention(self, x: torch.Tensor) -> torch.Tensor:
-        return super()._of_attention(self.post_norm1(x))
+    def _attention_summand(self, x: torch.Tensor) -> torch.Tensor:
+        return super()._attention_summand(self.post_norm1(x))
 
-    def _of_mlp(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return super()._of_mlp(self.post_norm2(x), residual)
+    def _mlp_summand(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return super()._mlp_summand(self.post_norm2(x), residual)
 
 
 class GraniteMoeSharedLayer(ScaledLayer):

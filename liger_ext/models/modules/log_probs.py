@@ -99,22 +99,24 @@ def fused_log_probs(
     **options,
 ) -> LogProbsLoss:
     """Computes log-probabilities and loss of `lm_head(hidden_states) * logit_scale`, without keeping logits. Arguments
-    are those of `fused_causal_lm_loss`, and `options` those of `_of_logits`.
+    are those of `fused_causal_lm_loss`, and `options` those of `_target_log_probs`.
 
     A head that is more than a linear layer is called chunk by chunk, and again in the backward. It is called once for
     all rows if that is necessary, or if the logits fit.
     """
     warn_if_replaced(function, "return_log_probs=True makes the loss of log-probabilities")
     call = loss_caller(lm_head)
-    of_labels = _shifted(labels, shift_labels, ignore_index), ignore_index
+    label_arguments = _shifted(labels, shift_labels, ignore_index), ignore_index
 
-    def of_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> LogProbsOutput:
+    def head_log_probs(x: Tensor, weight: Tensor, bias: Tensor | None) -> LogProbsOutput:
         if not is_plain_tensor(weight):
-            return _of_logits(scaled(nn.functional.linear(x, weight, bias), logit_scale), *of_labels, **options)
+            return _target_log_probs(
+                scaled(nn.functional.linear(x, weight, bias), logit_scale), *label_arguments, **options
+            )
         found = functional.linear_log_probs(
             x.reshape(-1, x.shape[-1]),
             weight,
-            row_targets(of_labels[0], x),
+            row_targets(label_arguments[0], x),
             bias,
             ignore_index=ignore_index,
             logit_scale=logit_scale,
@@ -125,13 +127,13 @@ def fused_log_probs(
         return LogProbsOutput(found) if isinstance(found, Tensor) else found
 
     if call is None:
-        found = _of_called(lm_head, hidden_states, *of_labels, logit_scale, memory, options)
+        found = _called_log_probs(lm_head, hidden_states, *label_arguments, logit_scale, memory, options)
     else:  # A plain tuple, because hooks unpack and rebuild tuples.
-        found = LogProbsOutput(*call(hidden_states, loss=lambda *arguments: tuple(of_linear(*arguments))))
-    return _with_loss(found, *of_labels, num_items_in_batch)
+        found = LogProbsOutput(*call(hidden_states, loss=lambda *arguments: tuple(head_log_probs(*arguments))))
+    return _with_loss(found, *label_arguments, num_items_in_batch)
 
 
-def log_probs_of_logits(
+def log_probs_from_logits(
     logits: Tensor,
     labels: Tensor | None = None,
     shift_labels: Tensor | None = None,
@@ -143,15 +145,15 @@ def log_probs_of_logits(
     **options,
 ) -> LogProbsLoss:
     """Computes `fused_log_probs` from logits [..., vocab_size]. Ignores `memory` and `max_rows`."""
-    of_labels = _shifted(labels, shift_labels, ignore_index), ignore_index
-    return _with_loss(_of_logits(logits, *of_labels, **options), *of_labels, num_items_in_batch)
+    label_arguments = _shifted(labels, shift_labels, ignore_index), ignore_index
+    return _with_loss(_target_log_probs(logits, *label_arguments, **options), *label_arguments, num_items_in_batch)
 
 
 def _shifted(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
     return shift(labels, ignore_index) if shift_labels is None else shift_labels
 
 
-def _of_called(
+def _called_log_probs(
     lm_head: nn.Module,
     hidden_states: Tensor,
     shift_labels: Tensor,
@@ -160,19 +162,19 @@ def _of_called(
     memory: str | int,
     options: dict[str, object],
 ) -> LogProbsOutput:
-    def of_rows(x: Tensor, targets: Tensor) -> LogProbsOutput:
-        return _of_logits(scaled(lm_head(x), logit_scale), targets, ignore_index, **options)
+    def chunk_log_probs(x: Tensor, targets: Tensor) -> LogProbsOutput:
+        return _target_log_probs(scaled(lm_head(x), logit_scale), targets, ignore_index, **options)
 
     flat = hidden_states.reshape(-1, hidden_states.shape[-1])
     chunk = rows_at_a_time(lm_head, flat, memory)
     if chunk is None:
-        return of_rows(hidden_states, shift_labels)
+        return chunk_log_probs(hidden_states, shift_labels)
     chunks = zip(flat.split(chunk), row_targets(shift_labels, flat).split(chunk), strict=True)
-    made = [checkpoint(of_rows, *rows, use_reentrant=False) for rows in chunks]
+    made = [checkpoint(chunk_log_probs, *rows, use_reentrant=False) for rows in chunks]
     return LogProbsOutput(*(None if parts[0] is None else torch.cat(parts) for parts in zip(*made, strict=True)))
 
 
-def _of_logits(
+def _target_log_probs(
     logits: Tensor,
     shift_labels: Tensor,
     ignore_index: int,

@@ -14,9 +14,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 from liger_ext import functional
 from liger_ext.functional import CrossEntropyOutput
 from liger_ext.models.modules.called_head import loss_in_chunks, rows_at_a_time, scaled
-from liger_ext.models.modules.head import device_of, loss_caller
+from liger_ext.models.modules.head import head_device, loss_caller
 from liger_ext.models.patching.forwards import describe
-from liger_ext.models.patching.names import class_of, name_of
+from liger_ext.models.patching.names import find_class_by_name, pickle_name
 from liger_ext.models.patching.swap import is_plain_tensor
 from liger_ext.models.patching.warn import warn
 from liger_ext.ops._checks import class_targets
@@ -60,7 +60,7 @@ def liger_output(cls: type[ModelOutput]) -> type[ModelOutput]:
     if cls is CausalLMOutputWithPast:
         return LigerCausalLMOutputWithPast
     fields = [(name, torch.Tensor | None, None) for name in RESULTS]
-    names = {"__module__": __name__, "__qualname__": name_of(cls)}
+    names = {"__module__": __name__, "__qualname__": pickle_name(cls)}
     return make_dataclass(f"Liger{cls.__name__}", fields, bases=(cls,), namespace=names)
 
 
@@ -73,13 +73,13 @@ class _Without:
         """Returns a field by its name, or entries by their index in the tuple that an unpatched model returns."""
         if isinstance(key, str):
             if key in self.without and key not in self.keys():
-                raise KeyError(_WHY_NOT_MADE[key])
+                raise KeyError(_MISSING_FIELD_ERRORS[key])
             return super().__getitem__(key)
         places = [name for name in self.__dataclass_fields__ if name in self.without or name in self.keys()]
         chosen = places[key]
         for name in chosen if isinstance(key, slice) else [chosen]:
             if name not in self.keys():
-                raise IndexError(_WHY_NOT_MADE[name])
+                raise IndexError(_MISSING_FIELD_ERRORS[name])
         return tuple(self[name] for name in chosen) if isinstance(key, slice) else self[chosen]
 
 
@@ -90,13 +90,13 @@ def output_without(cls: type[ModelOutput], *names: str) -> type[ModelOutput]:
     Reading one of them raises an error with a hint how to get it. They are not dataclass fields, so that code that
     iterates over an output's fields (DistributedDataParallel, FSDP, pickle) never reads them.
     """
-    names_of_class = {"__module__": __name__, "__qualname__": name_of(cls) + _WITHOUT + _AND.join(names)}
-    fields = [(name, ClassVar[None], _not_made(name)) for name in names]
+    namespace = {"__module__": __name__, "__qualname__": pickle_name(cls) + _WITHOUT + _AND.join(names)}
+    fields = [(name, ClassVar[None], _missing_field(name)) for name in names]
     return make_dataclass(
         liger_output(cls).__name__,
         fields,
         bases=(_Without, liger_output(cls)),
-        namespace={**names_of_class, "without": names},
+        namespace={**namespace, "without": names},
     )
 
 
@@ -109,26 +109,26 @@ def cache_in(output: type[ModelOutput]) -> str:
 
 
 _WITHOUT, _AND = "__without_", "_and_"
-_WHY_NOT_MADE = {
+_MISSING_FIELD_ERRORS = {
     "logits": "this output has no logits: with labels, a patched model computes the loss without them in training, and "
     "with return_log_probs=True. For the logits, call model(..., skip_logits=False); where they are optional, use "
     "getattr(output, 'logits', None), which is None",
 }
 for _name in CACHES:
-    _WHY_NOT_MADE[_name] = (
+    _MISSING_FIELD_ERRORS[_name] = (
         f"this output has no {_name}: with labels, a patched model builds no cache of keys and values in training. "
         f"For the cache, call model(..., use_cache=True); where it is optional, use "
         f"getattr(output, {_name!r}, None), which is None"
     )
 
 
-def _not_made(name: str) -> property:
+def _missing_field(name: str) -> property:
     """Returns a property that raises when it is read before it is set. (Users set logits to None after use.)"""
 
     def read(output: ModelOutput) -> object:
         if name in output.__dict__:
             return output.__dict__[name]
-        raise AttributeError(_WHY_NOT_MADE[name])
+        raise AttributeError(_MISSING_FIELD_ERRORS[name])
 
     def write(output: ModelOutput, value: object) -> None:
         output.__dict__[name] = value
@@ -144,7 +144,7 @@ def _not_made(name: str) -> property:
 def __getattr__(name: str) -> object:
     """Returns the classes of `liger_output` and `output_without` by name, for pickled outputs."""
     base, _, missing = name.partition(_WITHOUT)
-    cls = class_of(base)
+    cls = find_class_by_name(base)
     if cls is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return output_without(cls, *missing.split(_AND)) if missing else liger_output(cls)
@@ -182,8 +182,8 @@ def fused_causal_lm_loss(
     call = loss_caller(lm_head)
     if call is None:
         warn_if_replaced(function, "lm_head is more than a linear layer (LoRA, quantised weights, hooks)")
-        of_labels = labels, shift_labels, num_items_in_batch, ignore_index
-        return _called_loss(lm_head, hidden_states, *of_labels, logit_scale, **options)
+        label_arguments = labels, shift_labels, num_items_in_batch, ignore_index
+        return _called_loss(lm_head, hidden_states, *label_arguments, logit_scale, **options)
 
     def loss(hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> CrossEntropyOutput:
         if not is_plain_tensor(weight):
@@ -227,8 +227,8 @@ def _called_loss(
     if chunk is not None and options.get("ce_weight") is None and not options.get("use_token_scaling"):
         targets = _targets(labels, shift_labels, ignore_index, hidden_states)
         unused = "memory", "accum_dtype", "use_token_scaling", "ce_weight"
-        of_loss = {name: option for name, option in options.items() if name not in unused}
-        result = loss_in_chunks(lm_head, flat, targets, chunk, num_items, ignore_index, logit_scale, of_loss)
+        loss_options = {name: option for name, option in options.items() if name not in unused}
+        result = loss_in_chunks(lm_head, flat, targets, chunk, num_items, ignore_index, logit_scale, loss_options)
     if result is None:
         logits = scaled(lm_head(hidden_states), logit_scale)
         return causal_lm_loss(logits, labels, shift_labels, num_items, ignore_index, **options)
@@ -254,7 +254,7 @@ def counted_rows(
         return {}
     if loss_caller(lm_head) is None or type(ignore_index) is not int:
         return {}
-    if given.device != device_of(lm_head):
+    if given.device != head_device(lm_head):
         return {}
     shifted = shift(labels, ignore_index) if shift_labels is None else shift_labels
     return {"shift_labels": shifted, "rows": functional.count_rows(shifted, ignore_index, max_rows)}

@@ -13,13 +13,13 @@ from transformers import activations
 from liger_ext import functional
 from liger_ext.models.patching.calls import exports_onnx, only_forward_runs
 from liger_ext.models.recognise.known import find
-from liger_ext.models.recognise.reading import Form, form_of
-from liger_ext.models.training.recompute import recomputed, remade
+from liger_ext.models.recognise.reading import Form, build_form
+from liger_ext.models.training.recompute import recompute_when_saved, recomputed
 
 
 def _known_as(cls: type[nn.Module]) -> str | None:
     """Returns the activation that a transformers class computes, by the code of its `__init__` and `forward`."""
-    forms = [form_of(vars(cls)[name], cls) for name in ("__init__", "forward") if name in vars(cls)]
+    forms = [build_form(vars(cls)[name], cls) for name in ("__init__", "forward") if name in vars(cls)]
     entry = None if None in forms else find("activation", Form("\n".join(form.text for form in forms)))
     return entry and entry.replacement
 
@@ -49,28 +49,28 @@ class MLP:
     BEFORE_DOWN: str | None = None  # a module before the last projection: dropout, or a norm
     FACTOR: str | None = None  # a factor of the result
     # By the activation's class: the op, and its arguments after gate and up.
-    UNITS: ClassVar[dict[type, tuple]] = {
+    ACTIVATION_OPS: ClassVar[dict[type, tuple]] = {
         **dict.fromkeys(_SILU, (functional.swiglu, 1, 1)),
         **dict.fromkeys(_GELU, (functional.geglu, "none")),
         **dict.fromkeys(_GELU_TANH, (functional.geglu, "tanh")),
     }
 
     @classmethod
-    def unit_of(cls, mlp: nn.Module) -> tuple | None:
+    def activation_op(cls, mlp: nn.Module) -> tuple | None:
         """Returns the op for the activation that `mlp` has now, since users replace it, and the op's options. None if
         there is no op."""
-        return cls.UNITS.get(type(getattr(mlp, cls.ACTIVATION, None)))
+        return cls.ACTIVATION_OPS.get(type(getattr(mlp, cls.ACTIVATION, None)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Since the patch, the activation may have been replaced, or have got a hook.
-        if not (self.unit_of(self) and only_activation_runs(getattr(self, self.ACTIVATION, None))):
+        if not (self.activation_op(self) and only_activation_runs(getattr(self, self.ACTIVATION, None))):
             return super().forward(x)
         return recomputed(self, self._run, x) if self.liger_memory in ("low", "min") else self._run(x)
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self._gate_and_up(x)
         if gate.dtype != up.dtype or gate.shape != up.shape:  # adapters of some projections may change either
-            return self._run_stock_unit(gate, up)
+            return self._run_stock_activation(gate, up)
         return self._run_down(gate, up)
 
     def _gate_and_up(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,13 +78,13 @@ class MLP:
         adapters draws its random numbers."""
         return getattr(self, self.GATE)(x), getattr(self, self.UP)(x)
 
-    def _run_stock_unit(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def _run_stock_activation(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return self._down(getattr(self, self.ACTIVATION)(gate) * up)
 
     def _run_down(self, *gate_up: torch.Tensor) -> torch.Tensor:
-        unit, *options = self.unit_of(self)
-        h = recomputed(self, unit, *gate_up, *options)
-        with remade(self, h, unit, *gate_up, *options):
+        op, *options = self.activation_op(self)
+        h = recomputed(self, op, *gate_up, *options)
+        with recompute_when_saved(self, h, op, *gate_up, *options):
             return self._down(h)
 
     def _down(self, h: torch.Tensor) -> torch.Tensor:
@@ -98,7 +98,7 @@ class PackedMLP(MLP):
     """Phi 3's MLP: gate and up are the halves of one projection's result."""
 
     GATE_UP, ACTIVATION = "gate_up_proj", "activation_fn"
-    UNITS: ClassVar[dict[type, tuple]] = {
+    ACTIVATION_OPS: ClassVar[dict[type, tuple]] = {
         **dict.fromkeys(_SILU, (functional.swiglu_packed, 1, 1)),
         **dict.fromkeys(_GELU, (functional.geglu_packed, "none")),
         **dict.fromkeys(_GELU_TANH, (functional.geglu_packed, "tanh")),
@@ -112,10 +112,10 @@ class SiluMLP(MLP):
     """LFM 2's MLP: the SiLU is a function, not a module."""
 
     @classmethod
-    def unit_of(cls, mlp: nn.Module) -> tuple:
+    def activation_op(cls, mlp: nn.Module) -> tuple:
         return functional.swiglu, 1, 1
 
-    def _run_stock_unit(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def _run_stock_activation(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return self._down(nn.functional.silu(gate) * up)
 
 
@@ -123,8 +123,8 @@ class SparseMLP(MLP):
     """Gemma 3n's MLP: some layers set most columns of the gate to zero. These layers stay unpatched."""
 
     @classmethod
-    def unit_of(cls, mlp: nn.Module) -> tuple | None:
-        return None if mlp.activation_sparsity > 0 else super().unit_of(mlp)
+    def activation_op(cls, mlp: nn.Module) -> tuple | None:
+        return None if mlp.activation_sparsity > 0 else super().activation_op(mlp)
 
 
 class DropoutMLP(MLP):
@@ -137,12 +137,12 @@ class DropoutMLP(MLP):
 class ScaledMLP(MLP):
     """Falcon-H1's MLP: the gate and the result have factors, and the projection of up runs first."""
 
-    UNITS: ClassVar[dict[type, tuple]] = dict.fromkeys(_SILU, (functional.swiglu,))
+    ACTIVATION_OPS: ClassVar[dict[type, tuple]] = dict.fromkeys(_SILU, (functional.swiglu,))
 
     @classmethod
-    def unit_of(cls, mlp: nn.Module) -> tuple | None:
-        unit = super().unit_of(mlp)
-        return unit and (*unit, mlp.gate_multiplier, 1)
+    def activation_op(cls, mlp: nn.Module) -> tuple | None:
+        op = super().activation_op(mlp)
+        return op and (*op, mlp.gate_multiplier, 1)
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         return super()._run(x) * self.down_multiplier
@@ -151,8 +151,8 @@ class ScaledMLP(MLP):
         up = getattr(self, self.UP)(x)
         return getattr(self, self.GATE)(x), up
 
-    def _run_stock_unit(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return super()._run_stock_unit(gate * self.gate_multiplier, up)
+    def _run_stock_activation(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return super()._run_stock_activation(gate * self.gate_multiplier, up)
 
 
 class VectorScaledMLP(MLP):
@@ -174,7 +174,7 @@ class Clamps:
     ALPHA: str | None = None  # if set, the gate's SiLU is x * sigmoid(alpha * x), and up is shifted by 1
 
     @classmethod
-    def steep_unit_of(cls, module: nn.Module) -> tuple | None:
+    def steep_activation_op(cls, module: nn.Module) -> tuple | None:
         alpha = float(getattr(module, cls.ALPHA))
         return (functional.swiglu, alpha, 1 / alpha) if alpha else None
 
@@ -197,8 +197,8 @@ class SteepMLP(Clamps, MLP):
     GATE_UP, ALPHA = "gate_up_proj", "swiglu_alpha"
 
     @classmethod
-    def unit_of(cls, mlp: nn.Module) -> tuple | None:
-        return cls.steep_unit_of(mlp)
+    def activation_op(cls, mlp: nn.Module) -> tuple | None:
+        return cls.steep_activation_op(mlp)
 
     def _gate_and_up(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._clamped(*getattr(self, self.GATE_UP)(x).chunk(2, dim=-1))
@@ -209,28 +209,28 @@ class Step3p7MLP(MLP):
     layers have no limit."""
 
     @classmethod
-    def unit_of(cls, mlp: nn.Module) -> tuple | None:
-        return super().unit_of(mlp) if mlp.limit == math.inf else None
+    def activation_op(cls, mlp: nn.Module) -> tuple | None:
+        return super().activation_op(mlp) if mlp.limit == math.inf else None
 
 
 class UngatedMLP(MLP):
     """Nemotron's MLP: the square of a ReLU, without a gate."""
 
-    UNITS: ClassVar[dict[type, tuple]] = dict.fromkeys(_RELU_SQUARED, (functional.relu_squared,))
+    ACTIVATION_OPS: ClassVar[dict[type, tuple]] = dict.fromkeys(_RELU_SQUARED, (functional.relu_squared,))
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         return self._run_down(getattr(self, self.UP)(x))
 
 
 def only_activation_runs(act_fn: nn.Module | None) -> bool:
-    """Returns whether a call of `act_fn`, of a class in `UNITS`, computes only the activation of that class. None: the
-    activation is a function, not a module."""
+    """Returns whether a call of `act_fn`, of a class in `ACTIVATION_OPS`, computes only the activation of that class.
+    None: the activation is a function, not a module."""
     if act_fn is None:
         return not exports_onnx()
-    return only_forward_runs(act_fn) and _has_its_own_gelu(act_fn)
+    return only_forward_runs(act_fn) and _has_class_gelu(act_fn)
 
 
-def _has_its_own_gelu(act_fn: nn.Module) -> bool:
+def _has_class_gelu(act_fn: nn.Module) -> bool:
     """Returns whether `act_fn` calls the GELU of its class. Some of transformers' classes store this function in an
     attribute, which other code may replace."""
     function = vars(act_fn).get("act")

@@ -35,16 +35,16 @@ def only_forward_runs(module: nn.Module) -> bool:
 
     Only then may a fused op do the module's work without calling it.
     """
-    return not (any(hooks_of(module)) or _has_any_global_hook() or _is_compiled(module)) and _is_known(module, _ALL)
+    return not (any(module_hooks(module)) or _has_any_global_hook() or _is_compiled(module)) and _is_known(module, _ALL)
 
 
 def is_called_bare(module: nn.Module) -> bool:
     """Returns whether a call of `module` runs only its class's `forward`, whatever code that is."""
-    hooked = any(hooks_of(module)) or _has_any_global_hook()
-    return not hooked and "forward" not in module.__dict__ and call_is_torchs(module)
+    hooked = any(module_hooks(module)) or _has_any_global_hook()
+    return not hooked and "forward" not in module.__dict__ and has_torch_call(module)
 
 
-def call_is_torchs(module: nn.Module) -> bool:
+def has_torch_call(module: nn.Module) -> bool:
     """Returns whether a call of `module` runs only its hooks and its `forward`, whatever code these are."""
     return not _is_compiled(module) and _is_known(module, _CALL)
 
@@ -55,12 +55,13 @@ def has_known_methods(module: nn.Module) -> bool:
     return _is_known(module, _METHODS)
 
 
-def hooks_of(module: nn.Module) -> tuple[dict, ...]:
+def module_hooks(module: nn.Module) -> tuple[dict, ...]:
     return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
-_WAYS = "__call__", "_call_impl"  # the functions through which a call reaches `forward`
-_CALL, _METHODS, _ALL = range(3)  # parts of a call: `_WAYS`; the methods that `forward` calls; both and `forward`
+_CALL_FUNCTIONS = "__call__", "_call_impl"  # the functions through which a call reaches `forward`
+# Parts of a call: `_CALL_FUNCTIONS`; the methods that `forward` calls; both and `forward`.
+_CALL, _METHODS, _ALL = range(3)
 
 
 class _Call(NamedTuple):
@@ -101,7 +102,7 @@ def _is_class_method(function: Callable, module: nn.Module, name: str) -> bool:
 def _names(cls: type[nn.Module], part: int) -> tuple[str, ...] | None:
     call = _calls.get(cls)
     if call is None or call.read(cls) != call.functions:
-        call = _calls[cls] = _look_at_call(cls)
+        call = _calls[cls] = _inspect_call(cls)
     return call.names[part]
 
 
@@ -111,18 +112,20 @@ def _names_in_graph(cls: type[nn.Module], part: int) -> tuple[str, ...] | None:
     return _names(cls, part)
 
 
-def _look_at_call(cls: type[nn.Module]) -> _Call:
+def _inspect_call(cls: type[nn.Module]) -> _Call:
     methods = tuple(methods_called(cls))
-    of_class = _WAYS, methods, (*_WAYS, "forward", *methods)
+    class_names = _CALL_FUNCTIONS, methods, (*_CALL_FUNCTIONS, "forward", *methods)
     # Python looks up `__call__` only in the class.
-    of_instance = ("_call_impl",), methods, ("_call_impl", "forward", *methods)
-    known = {name for name in of_class[_ALL] if _is_librarys(cls, name)}
-    names = tuple(own if known.issuperset(part) else None for part, own in zip(of_class, of_instance, strict=True))
-    read = operator.attrgetter(*of_class[_ALL])
+    instance_names = ("_call_impl",), methods, ("_call_impl", "forward", *methods)
+    known = {name for name in class_names[_ALL] if _is_library_function(cls, name)}
+    names = tuple(
+        own if known.issuperset(part) else None for part, own in zip(class_names, instance_names, strict=True)
+    )
+    read = operator.attrgetter(*class_names[_ALL])
     return _Call(read, read(cls), names)
 
 
-def _is_librarys(cls: type[nn.Module], name: str) -> bool:
+def _is_library_function(cls: type[nn.Module], name: str) -> bool:
     """Returns whether the function `name` of `cls` is still the one that a known library or a patch has defined."""
     owner = next(c for c in cls.__mro__ if name in vars(c))
     function = vars(owner)[name]
@@ -134,7 +137,7 @@ def _is_librarys(cls: type[nn.Module], name: str) -> bool:
     library = owner.__module__.partition(".")[0]
     if library not in _LIBRARIES or (library == "torch" and hasattr(function, "__wrapped__")):  # no_grad, autocast, ...
         return False
-    if owner.__module__.startswith(REMOTE) and name in _WAYS:  # recognition does not read these
+    if owner.__module__.startswith(REMOTE) and name in _CALL_FUNCTIONS:  # recognition does not read these
         return False
     qualname = (
         "Module._wrapped_call_impl" if owner is nn.Module and name == "__call__" else f"{owner.__qualname__}.{name}"
@@ -151,6 +154,6 @@ def is_patch(cls: type[nn.Module]) -> bool:
     return cls in _forwards
 
 
-def know_forward(patch: type[nn.Module]) -> None:
+def record_forward(patch: type[nn.Module]) -> None:
     """Records the present `forward` of a patch as the one that the patch defines."""
     _forwards[patch] = patch.forward

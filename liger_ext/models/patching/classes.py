@@ -23,10 +23,10 @@ def stock_class(patch: type[nn.Module]) -> type[nn.Module]:
     return patch.__bases__[-1]
 
 
-def written_class(cls: type[nn.Module], stock: type[nn.Module]) -> type[nn.Module]:
+def source_class(cls: type[nn.Module], stock: type[nn.Module]) -> type[nn.Module]:
     """Returns `cls`, a subclass of `stock`, or, if PyTorch created it at run time, the nearest ancestor that it did not
     create."""
-    while _is_made_by_torch(cls):
+    while _is_runtime_class(cls):
         cls = next(base for base in cls.__bases__ if issubclass(base, stock))
     return cls
 
@@ -44,7 +44,7 @@ def with_ancestor(cls: type[nn.Module], old: type[nn.Module], new: type[nn.Modul
     if old not in cls.__mro__:
         return cls
     bases = tuple(with_ancestor(base, old, new) for base in cls.__bases__)
-    if None in bases or not _is_made_by_torch(cls):
+    if None in bases or not _is_runtime_class(cls):
         return None
     namespace = _namespace(cls, old)
     for copy in _copies.setdefault(cls, weakref.WeakSet()):
@@ -68,7 +68,7 @@ def inherits_forward(cls: type, base: type) -> bool:
 _copies: weakref.WeakKeyDictionary[type[nn.Module], weakref.WeakSet] = weakref.WeakKeyDictionary()
 
 
-def _is_made_by_torch(cls: type) -> bool:
+def _is_runtime_class(cls: type) -> bool:
     """Returns whether PyTorch created `cls` at run time, rather than defined it in a source file."""
     defined = getattr(sys.modules.get(cls.__module__), cls.__name__, None)
     return cls.__module__.startswith("torch.") and defined is not cls
@@ -94,17 +94,19 @@ def _stack(cls: type[nn.Module], patch: type[nn.Module]) -> type[nn.Module]:
     return pickled_as(type(cls)(cls.__name__, (patch, cls), namespace), _stack, cls, patch)
 
 
-def pickled_as(made: type, find: Callable[..., type], *of: type) -> type:
-    """Returns `made`, changed so that a pickle of an instance stores the classes `of` in place of `made`; unpickling
-    calls `find(*of)` for the class."""
+def pickled_as(cls: type, find: Callable[..., type], *stored: type) -> type:
+    """Returns `cls`, changed so that a pickle of an instance stores the classes `stored` in place of `cls`; unpickling
+    calls `find(*stored)` for the class."""
 
     def __reduce_ex__(self, protocol):
-        make, (cls, *arguments), *rest = super(made, self).__reduce_ex__(protocol)
-        return (_make, (make, find, of, *arguments), *rest) if cls is made else (make, (cls, *arguments), *rest)
+        make, (stored_cls, *arguments), *rest = super(cls, self).__reduce_ex__(protocol)
+        if stored_cls is cls:
+            return _make, (make, find, stored, *arguments), *rest
+        return make, (stored_cls, *arguments), *rest
 
-    made.__reduce_ex__ = __reduce_ex__
-    return made
+    cls.__reduce_ex__ = __reduce_ex__
+    return cls
 
 
-def _make(make: Callable, find: Callable[..., type], of: tuple[type, ...], *arguments: object) -> object:
-    return make(find(*of), *arguments)
+def _make(make: Callable, find: Callable[..., type], stored: tuple[type, ...], *arguments: object) -> object:
+    return make(find(*stored), *arguments)

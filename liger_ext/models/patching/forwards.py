@@ -98,7 +98,7 @@ def find_foreign(function: Callable, module: str, qualname: str, trusted: tuple[
     return function if is_function and (defined_in, function.__qualname__) != (module, qualname) else None
 
 
-def definition_of(function: Callable) -> ast.FunctionDef | None:
+def parse_function(function: Callable) -> ast.FunctionDef | None:
     """Returns the syntax tree of a function without its wrappers: see `definition_in`. None if the source is not
     available."""
     try:
@@ -107,16 +107,16 @@ def definition_of(function: Callable) -> ast.FunctionDef | None:
         return None
 
 
-def written_function(found: object) -> object:
+def stock_function(found: object) -> object:
     """Returns `found`, or transformers' function if the package kernels has replaced it by a module."""
     if not hasattr(type(found), "kernel_layer_name"):
         return found
     return inspect.getclosurevars(type(found).forward).nonlocals.get("func", found)
 
 
-def text_of(function: Callable) -> str | None:
+def source_text(function: Callable) -> str | None:
     """Returns a function's code without comments, annotations and decorators; None if the source is not available."""
-    definition = definition_of(function)
+    definition = parse_function(function)
     if definition is None:
         return None
     definition.decorator_list = []
@@ -126,28 +126,28 @@ def text_of(function: Callable) -> str | None:
 def called_by(definition: ast.FunctionDef, function: Callable, cls: type | None = None) -> list[types.FunctionType]:
     """Returns the functions of transformers or remote code, and the methods and properties of `cls`, that the text of
     `function` names. Functions of transformers.utils and torch are left out: they are assumed not to change."""
-    names, of_self = names_read(definition)
+    names, self_names = names_read(definition)
     found = [function.__globals__.get(name) for name in names]
-    found += [inspect.getattr_static(cls, name, None) for name in of_self] if cls else []
-    return list(dict.fromkeys(f for f in map(_function_of, found) if _is_of_models(f)))
+    found += [inspect.getattr_static(cls, name, None) for name in self_names] if cls else []
+    return list(dict.fromkeys(f for f in map(_unwrapped_function, found) if _is_model_code(f)))
 
 
 def functions_read(function: Callable, cls: type | None = None) -> list[Callable]:
-    """Returns `function` without its wrappers, and the functions that `recognise.reading.form_of` reads with it."""
-    found = [inspect.unwrap(written_function(function))]
+    """Returns `function` without its wrappers, and the functions that `recognise.reading.build_form` reads with it."""
+    found = [inspect.unwrap(stock_function(function))]
     for each in found:
-        definition = _definition_of_code(each.__code__) if isinstance(each, types.FunctionType) else None
+        definition = _cached_definition(each.__code__) if isinstance(each, types.FunctionType) else None
         if definition is not None:
             found += [f for f in called_by(definition, each, cls) if f not in found]
     return found
 
 
-_definition_of_code = functools.cache(definition_of)  # the keys are code objects, which are immutable
+_cached_definition = functools.cache(parse_function)  # the keys are code objects, which are immutable
 
 
-def _function_of(found: object) -> object:
+def _unwrapped_function(found: object) -> object:
     """Unwraps a method or a property: returns the function that runs."""
-    found = written_function(found)
+    found = stock_function(found)
     if isinstance(found, staticmethod | classmethod):
         found = found.__func__
     elif isinstance(found, property):
@@ -155,7 +155,7 @@ def _function_of(found: object) -> object:
     return inspect.unwrap(found) if callable(found) and not isinstance(found, type) else found
 
 
-def _is_of_models(found: object) -> bool:
+def _is_model_code(found: object) -> bool:
     module = found.__module__ if isinstance(found, types.FunctionType) else ""
     return module.startswith(("transformers.", REMOTE)) and not module.startswith("transformers.utils.")
 
@@ -165,7 +165,7 @@ def methods_called(cls: type[nn.Module]) -> list[str]:
     inherited = (vars(c)["forward"] for c in cls.__mro__ if "forward" in vars(c) and c is not nn.Module)
     functions, found = list(inherited), []
     for function in functions:
-        for name in _names_read_of_self(function):
+        for name in _self_attributes(function):
             method = inspect.getattr_static(cls, name, None)
             is_method = callable(method) and not isinstance(method, type) and not hasattr(nn.Module, name)
             if is_method and name not in found:
@@ -174,7 +174,7 @@ def methods_called(cls: type[nn.Module]) -> list[str]:
     return found
 
 
-def _names_read_of_self(function: Callable) -> list[str]:
+def _self_attributes(function: Callable) -> list[str]:
     """Returns the attributes of `self` that a method names. Returns none for a patch's method, since the method that it
     replaces is read as well."""
     function = inspect.unwrap(getattr(function, "__func__", function))
@@ -182,7 +182,7 @@ def _names_read_of_self(function: Callable) -> list[str]:
         return []
     if function.__globals__.get("__name__", "").startswith("liger_ext."):
         return []
-    text = text_of(function)
+    text = source_text(function)
     if text is None:  # without source: every attribute and global that the bytecode names
         return list(function.__code__.co_names)
     reads = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute))

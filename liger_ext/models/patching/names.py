@@ -1,7 +1,7 @@
 """Names by which pickle finds classes that liger_ext derives at run time, each from one transformers class.
 
 A module that creates these classes sets their `__module__` to its own name, and has a `__getattr__` that calls
-`class_of`.
+`find_class_by_name`.
 """
 
 import importlib
@@ -11,13 +11,13 @@ REMOTE = "transformers_modules."  # code that comes with a model's weights (`tru
 _SEPARATOR = "__"
 
 
-def name_of(cls: type) -> str:
+def pickle_name(cls: type) -> str:
     """Returns the module and the name of a class as one identifier."""
     return f"{cls.__module__.removeprefix(MODELS)}.{cls.__name__}".replace(".", _SEPARATOR)
 
 
-def class_of(name: str) -> type | None:
-    """Returns the transformers class whose `name_of` is `name`; None if there is no such class."""
+def find_class_by_name(name: str) -> type | None:
+    """Returns the transformers class whose `pickle_name` is `name`; None if there is no such class."""
     module, _, cls = name.rpartition(_SEPARATOR)
     if not module or name.startswith("_"):
         return None

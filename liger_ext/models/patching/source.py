@@ -31,14 +31,14 @@ def definition_in(source: str) -> ast.FunctionDef | None:
         return None
     if not isinstance(definition, ast.FunctionDef):
         return None
-    definition.decorator_list = [d for d in definition.decorator_list if _name_of(d) not in _HARMLESS]
+    definition.decorator_list = [d for d in definition.decorator_list if _decorator_name(d) not in _HARMLESS]
     definition.returns = None
     if ast.get_docstring(definition) is not None:
         definition.body = definition.body[1:]
     return _WithoutAnnotations().visit(definition)
 
 
-def own_names(definition: ast.FunctionDef) -> set[str]:
+def local_names(definition: ast.FunctionDef) -> set[str]:
     """Returns the names of a function's arguments and of the variables that it assigns."""
     nodes = list(ast.walk(definition))
     stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
@@ -48,11 +48,11 @@ def own_names(definition: ast.FunctionDef) -> set[str]:
 def names_read(definition: ast.FunctionDef) -> tuple[list[str], list[str]]:
     """Returns the names that a function reads and does not define, and the attributes of `self` that it reads."""
     nodes = list(ast.walk(definition))
-    names, own = [node for node in nodes if isinstance(node, ast.Name)], own_names(definition)
+    names, own = [node for node in nodes if isinstance(node, ast.Name)], local_names(definition)
     others = (name.id for name in names if name.id not in own and not hasattr(builtins, name.id))
     attributes = (node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name))
-    of_self = (attribute.attr for attribute in attributes if attribute.value.id == "self")
-    return list(dict.fromkeys(others)), list(dict.fromkeys(of_self))
+    self_names = (attribute.attr for attribute in attributes if attribute.value.id == "self")
+    return list(dict.fromkeys(others)), list(dict.fromkeys(self_names))
 
 
 def find_calls(tree: ast.AST, callee: str) -> list[ast.Call]:
@@ -60,7 +60,7 @@ def find_calls(tree: ast.AST, callee: str) -> list[ast.Call]:
     return [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == callee]
 
 
-def _name_of(decorator: ast.expr) -> str:
+def _decorator_name(decorator: ast.expr) -> str:
     return ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
 
 

@@ -32,8 +32,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from liger_ext.models.patching.calls import exports_onnx, know_forward, only_forward_runs
-from liger_ext.models.patching.classes import inherits_forward, stock_class, with_ancestor, with_patch, written_class
+from liger_ext.models.patching.calls import exports_onnx, only_forward_runs, record_forward
+from liger_ext.models.patching.classes import inherits_forward, source_class, stock_class, with_ancestor, with_patch
 from liger_ext.models.patching.forwards import describe, find_foreign, leads_to, methods_called, rewrap, with_globals
 from liger_ext.models.patching.warn import warn
 
@@ -88,7 +88,7 @@ def replaces(
             _originals[patch].append(_Original(name, owner, name, owner.__name__, getattr(owner, name)))
         if replacements:
             patch.forward = copy_forward(patch, **replacements)
-        know_forward(patch)
+        record_forward(patch)
         return patch
 
     return remember
@@ -97,7 +97,7 @@ def replaces(
 class Mixin:
     """Base of the mixins. A patch has two bases: a mixin, and the transformers class that it replaces."""
 
-    OWN_STATE: tuple[str, ...] = ()  # attributes that only patched instances have
+    PATCH_STATE: tuple[str, ...] = ()  # attributes that only patched instances have
 
     def __init_subclass__(cls, **kwargs) -> None:
         super().__init_subclass__(**kwargs)
@@ -106,10 +106,10 @@ class Mixin:
             # Only for the patch: a class that FSDP2 or a user derives from it inherits these attributes.
             stock = stock_class(cls)
             cls.STOCK_MODULE = stock.__module__
-            cls.look_at(stock)
+            cls.inspect_stock(stock)
 
     @classmethod
-    def look_at(cls, stock: type[nn.Module]) -> None:
+    def inspect_stock(cls, stock: type[nn.Module]) -> None:
         """Stores on the patch what its methods need from the class `stock` that it replaces. Called once."""
 
 
@@ -163,22 +163,22 @@ def is_plain_linear(module: nn.Module) -> bool:
     """Returns whether a call of `module` only multiplies by its weight and adds its bias."""
     return (
         type(module) is nn.Linear
-        and linear_is_torchs()
+        and torch_linear_is_intact()
         and only_forward_runs(module)
         and is_plain_tensor(module.weight)
     )
 
 
-def linear_is_torchs() -> bool:
+def torch_linear_is_intact() -> bool:
     """Returns whether `nn.Linear.forward` and `F.linear` are torch's. DeepSpeed's `zero.Init` permanently replaces
     `F.linear` by a function that computes the same, which counts as torch's."""
     linear = nn.functional.linear
-    is_known = linear is _F_LINEAR or getattr(linear, "__globals__", {}).get("__name__") == _LINEARS_OF_DEEPSPEED
+    is_known = linear is _F_LINEAR or getattr(linear, "__globals__", {}).get("__name__") == _DEEPSPEED_LINEAR
     return nn.Linear.forward is _LINEAR and is_known
 
 
 _LINEAR, _F_LINEAR = nn.Linear.forward, nn.functional.linear
-_LINEARS_OF_DEEPSPEED = "deepspeed.runtime.zero.linear"
+_DEEPSPEED_LINEAR = "deepspeed.runtime.zero.linear"
 
 
 def is_plain_tensor(tensor: torch.Tensor) -> bool:
@@ -247,7 +247,7 @@ def find_replacements(patch: type[nn.Module]) -> Iterator[tuple[str, Callable]]:
 
 def _swap_class(module: nn.Module, patch: type[nn.Module], handle: PatchHandle) -> None:
     cls, original = type(module), stock_class(patch)
-    written = written_class(cls, original)
+    written = source_class(cls, original)
     patched = with_patch(written, patch)
     for name in _methods_replaced(patch):
         if inspect.getattr_static(cls, name) is not inspect.getattr_static(original, name):
@@ -282,7 +282,7 @@ def _restore_class(reference: weakref.ref, patched: type[nn.Module], original: t
     elif not _set_class(module, cls):
         warn(f"the forward of this {name} was wrapped after patching, and keeps the patch")
     else:
-        for attribute in ("liger_memory", *getattr(patched, "OWN_STATE", ())):
+        for attribute in ("liger_memory", *getattr(patched, "PATCH_STATE", ())):
             module.__dict__.pop(attribute, None)
 
 

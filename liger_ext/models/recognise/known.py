@@ -13,7 +13,7 @@ An entry has
   replacement, which gets the name in the recognised class as its value (EPS becomes "variance_epsilon"). Any other word
   must be the name itself;
 - `options`: attributes of the replacement, or arguments of a rope;
-- `made_of`: a class that has this code; `versions`: the versions of transformers in which it was seen.
+- `example`: a class that has this code; `versions`: the versions of transformers in which it was seen.
 """
 
 import functools
@@ -27,10 +27,17 @@ from torch import nn
 from transformers.loss import loss_utils
 from transformers.models.llama import modeling_llama
 
-from liger_ext.models.patching.forwards import definition_of, written_function
+from liger_ext.models.patching.forwards import parse_function, stock_function
 from liger_ext.models.patching.source import names_read
 from liger_ext.models.recognise import normal_form
-from liger_ext.models.recognise.reading import Form, code_read, form_by_code, form_of, form_of_head, form_of_layer
+from liger_ext.models.recognise.reading import (
+    Form,
+    build_form,
+    build_head_form,
+    build_layer_form,
+    code_read,
+    form_by_code,
+)
 
 # The name endings of classes that may be in the table. They only decide which classes warnings and reports name.
 ENDS = {
@@ -49,7 +56,7 @@ class Entry(NamedTuple):
     replacement: str | None = None
     attributes: tuple[str, ...] = ()
     options: dict[str, object] = {}  # noqa: RUF012 (nobody writes to it)
-    made_of: str = ""
+    example: str = ""
     versions: str = ""
     note: str = ""
 
@@ -77,38 +84,38 @@ def by_digest() -> dict[tuple[str, str], Entry]:
 
 def look_up(cls: type[nn.Module]) -> tuple[Entry, Form] | None:
     """Returns the entry of a class, and its form; None if its code is not known."""
-    for part, form in forms_of(cls):
+    for part, form in candidate_forms(cls):
         entry = find(part, form)
         if entry is not None:
             return entry, form
     return None
 
 
-def forms_of(cls: type[nn.Module]) -> Iterable[tuple[str, Form | None]]:
+def candidate_forms(cls: type[nn.Module]) -> Iterable[tuple[str, Form | None]]:
     """Yields the parts of the table in which `cls` may be, each with the form that the part's digests cover."""
-    yield "module", form_of(cls.forward, cls)
+    yield "module", build_form(cls.forward, cls)
     if knows_loss():
-        yield "head", _difference("head", form_of_head, cls, modeling_llama.LlamaForCausalLM)
-    yield "layer", _difference("layer", form_of_layer, cls, modeling_llama.LlamaDecoderLayer)
-    yield "experts", form_of(getattr(cls, "_apply_gate", None), cls)
+        yield "head", _difference("head", build_head_form, cls, modeling_llama.LlamaForCausalLM)
+    yield "layer", _difference("layer", build_layer_form, cls, modeling_llama.LlamaDecoderLayer)
+    yield "experts", build_form(getattr(cls, "_apply_gate", None), cls)
 
 
-def _difference(part: str, form_of_part: Callable, cls: type[nn.Module], llamas: type[nn.Module]) -> Form | None:
+def _difference(part: str, build_part_form: Callable, cls: type[nn.Module], llamas: type[nn.Module]) -> Form | None:
     """Returns the difference between the form of `cls` and that of Llama's class. It is empty if `cls` has the form of
     Llama's class in any version. None if `cls` has no form, or the form of Llama's class is not known."""
-    form = form_of_part(cls)
+    form = build_part_form(cls)
     if form is None or find(f"llama {part}", form) is not None:
         return form and form._replace(text="")
-    of_llama = form_by_code(form_of_part, llamas, code_read(llamas.forward, llamas))
-    if of_llama is None or find(f"llama {part}", of_llama) is None:
+    llama_form = form_by_code(build_part_form, llamas, code_read(llamas.forward, llamas))
+    if llama_form is None or find(f"llama {part}", llama_form) is None:
         return None
-    return form._replace(text=normal_form.difference(of_llama.text, form.text))
+    return form._replace(text=normal_form.difference(llama_form.text, form.text))
 
 
 def ropes_in(cls: type[nn.Module]) -> dict[str, Entry]:
     """Returns the known functions that apply rotary embeddings in `cls.forward`, by name. Returns none if `forward` has
     other decorators: indexers, which select the keys that attention reads, run without gradients."""
-    definition = definition_of(cls.forward)
+    definition = parse_function(cls.forward)
     if definition is None or definition.decorator_list:
         return {}
     names = [name for name in names_read(definition)[0] if name.startswith("apply_rotary_")]
@@ -117,12 +124,12 @@ def ropes_in(cls: type[nn.Module]) -> dict[str, Entry]:
 
 
 def find_rope(rope: object) -> Entry | None:
-    return find("rope", form_of(written_function(rope)))
+    return find("rope", build_form(stock_function(rope)))
 
 
 def knows_loss() -> bool:
     """Returns whether transformers' loss of causal language models is the one that ours computes."""
-    return find("loss", form_of(loss_utils.ForCausalLMLoss)) is not None
+    return find("loss", build_form(loss_utils.ForCausalLMLoss)) is not None
 
 
 def find(part: str, form: Form | None) -> Entry | None:

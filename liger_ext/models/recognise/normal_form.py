@@ -1,8 +1,8 @@
 """The normal form of a function's source: a text that changes only if the function's result may change.
 
 `known.json` lists digests of this text, so every version of Python must produce the same text. `ast.unparse` does not:
-Python 3.10 writes `(a, b) = c`, later versions `a, b = c`. `written` therefore prints the syntax tree itself. This file
-and `patching/source.py` import only the standard library, because `tests/test_normal_form.py` runs them with every
+Python 3.10 writes `(a, b) = c`, later versions `a, b = c`. `dump_tree` therefore prints the syntax tree itself. This
+file and `patching/source.py` import only the standard library, because `tests/test_normal_form.py` runs them with every
 installed Python.
 """
 
@@ -12,10 +12,10 @@ import hashlib
 import re
 from collections.abc import Callable
 
-from liger_ext.models.patching.source import find_calls, own_names
+from liger_ext.models.patching.source import find_calls, local_names
 
 
-def written(node: ast.AST, indent: str = "") -> str:
+def dump_tree(node: ast.AST, indent: str = "") -> str:
     """Returns a syntax tree as text: a line for each statement, with the name and the set fields of each node."""
     inline, blocks = [], []
     for name in node._fields:
@@ -23,9 +23,9 @@ def written(node: ast.AST, indent: str = "") -> str:
         if name in _NO_MEANING or value is None or value == []:
             continue
         if isinstance(value, list) and isinstance(value[0], _STATEMENTS):
-            blocks += [f"{indent} {name}:", *(written(statement, indent + "  ") for statement in value)]
+            blocks += [f"{indent} {name}:", *(dump_tree(statement, indent + "  ") for statement in value)]
         else:
-            inline.append(f"{name}={_written_value(value)}")
+            inline.append(f"{name}={_dump_value(value)}")
     return "\n".join([f"{indent}{type(node).__name__}({', '.join(inline)})", *blocks])
 
 
@@ -33,14 +33,14 @@ _NO_MEANING = {"ctx", "kind", "type_comment", "type_params"}
 _STATEMENTS = ast.stmt, ast.excepthandler, ast.match_case
 
 
-def _written_value(value: object) -> str:
+def _dump_value(value: object) -> str:
     if isinstance(value, list):
-        return f"[{', '.join(map(_written_value, value))}]"
-    return written(value) if isinstance(value, ast.AST) else ascii(value)
+        return f"[{', '.join(map(_dump_value, value))}]"
+    return dump_tree(value) if isinstance(value, ast.AST) else ascii(value)
 
 
-def numbered(
-    definition: ast.FunctionDef, attributes: dict[str, str], kept: Callable[[str], bool], variables: bool = True
+def number_names(
+    definition: ast.FunctionDef, attributes: dict[str, str], keeps_name: Callable[[str], bool], variables: bool = True
 ) -> ast.FunctionDef:
     """Replaces the names in `definition` that its author chose by numbers, in the order of their first use: v0, v1, ...
     for arguments and variables, and a0, a1, ... for attributes of `self`.
@@ -50,18 +50,18 @@ def numbered(
 
     Args:
         attributes: the numbers of attributes so far; new ones are added.
-        kept: returns whether an attribute keeps its name, because a base class defines it.
+        keeps_name: returns whether an attribute keeps its name, because a base class defines it.
         variables: False leaves the names of the function, its arguments and variables.
     """
-    return _Numbered(definition, attributes, kept, variables).visit(definition)
+    return _Numbered(definition, attributes, keeps_name, variables).visit(definition)
 
 
 class _Numbered(ast.NodeTransformer):
     def __init__(
-        self, definition: ast.FunctionDef, attributes: dict[str, str], kept: Callable, variables: bool
+        self, definition: ast.FunctionDef, attributes: dict[str, str], keeps_name: Callable, variables: bool
     ) -> None:
-        self.attributes, self.kept, self.variables = attributes, kept, {}
-        self.own = own_names(definition) - {"self"} if variables else set()
+        self.attributes, self.keeps_name, self.variables = attributes, keeps_name, {}
+        self.local_names = local_names(definition) - {"self"} if variables else set()
         if variables:
             definition.name = "f"
 
@@ -73,12 +73,12 @@ class _Numbered(ast.NodeTransformer):
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.Attribute:
         self.generic_visit(node)
-        if isinstance(node.value, ast.Name) and node.value.id == "self" and not self.kept(node.attr):
+        if isinstance(node.value, ast.Name) and node.value.id == "self" and not self.keeps_name(node.attr):
             node.attr = self.attributes.setdefault(node.attr, f"a{len(self.attributes)}")
         return node
 
     def _number(self, name: str) -> str:
-        return self.variables.setdefault(name, f"v{len(self.variables)}") if name in self.own else name
+        return self.variables.setdefault(name, f"v{len(self.variables)}") if name in self.local_names else name
 
 
 def digest(*texts: str) -> str:
@@ -92,11 +92,11 @@ def difference(text: str, other: str) -> str:
     return "\n".join(change for change in changes[2:] if not change.startswith("@@"))
 
 
-def of_layer(definition: ast.FunctionDef) -> ast.FunctionDef | None:
+def reduce_layer(definition: ast.FunctionDef) -> ast.FunctionDef | None:
     """Removes from a decoder layer the arguments that it passes to its attention by name. The layer may withhold some,
     and may have defaults: `DecoderLayer` reads both from the class. None if it uses the arguments in another way."""
     calls = find_calls(definition, "self.self_attn")
-    names = _names_of_arguments(definition)
+    names = _argument_names(definition)
     given = [name for name in names if any(keyword.arg == name for call in calls for keyword in call.keywords)]
     if len(calls) != 1 or given[:1] != names[:1] or not _hands_on(calls[0], definition, given):
         return None
@@ -104,7 +104,7 @@ def of_layer(definition: ast.FunctionDef) -> ast.FunctionDef | None:
     return definition
 
 
-def of_head(definition: ast.FunctionDef) -> ast.FunctionDef | None:
+def reduce_head(definition: ast.FunctionDef) -> ast.FunctionDef | None:
     """Removes from a head the arguments that it passes to its model by name, the loss's `vocab_size`, which our loss
     does not read, and the fields that it copies from its model's output. None if it passes something else to its model
     or its loss."""
@@ -112,7 +112,7 @@ def of_head(definition: ast.FunctionDef) -> ast.FunctionDef | None:
         return None
     text = renamed(ast.unparse(definition)).replace("outputs[0]", "outputs.last_hidden_state")
     definition = _Resolved().visit(ast.parse(text)).body[0]
-    for_model = [name for name in _names_of_arguments(definition) if name not in OWN_ARGUMENTS]
+    for_model = [name for name in _argument_names(definition) if name not in HEAD_ARGUMENTS]
     for node in ast.walk(definition):
         callee = ast.unparse(node.func) if isinstance(node, ast.Call) else None
         if callee == "self.model":
@@ -138,12 +138,12 @@ def of_head(definition: ast.FunctionDef) -> ast.FunctionDef | None:
     return definition
 
 
-OWN_ARGUMENTS = "labels", "logits_to_keep", "return_dict"  # a head's arguments that its model need not receive
+HEAD_ARGUMENTS = "labels", "logits_to_keep", "return_dict"  # a head's arguments that its model need not receive
 # A patched head passes these arguments to its model if transformers' head does.
 _PASSED = "return_dict=True", "return_dict=return_dict", "labels=labels", "logits_to_keep=logits_to_keep"
 
 
-_AS_TUPLE = written(
+_AS_TUPLE = dump_tree(
     ast.parse(
         "if not return_dict:\n"
         "    output = (logits,) + outputs[1:]\n"
@@ -164,7 +164,7 @@ class _Resolved(ast.NodeTransformer):
 
     def visit_If(self, node: ast.If) -> ast.stmt | None:
         advice = all(ast.unparse(line).startswith("logger.warning_once(") for line in node.body) and not node.orelse
-        return None if advice or written(node) == _AS_TUPLE else self.generic_visit(node)
+        return None if advice or dump_tree(node) == _AS_TUPLE else self.generic_visit(node)
 
 
 def renamed(text: str) -> str:
@@ -188,7 +188,7 @@ MODEL_CALL = re.compile(
 )
 
 
-def _names_of_arguments(method: ast.FunctionDef) -> list[str]:
+def _argument_names(method: ast.FunctionDef) -> list[str]:
     return [argument.arg for argument in method.args.args[1:]]
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import nn
 from transformers import PreTrainedModel
 
-from liger_ext.models.patching.forwards import called_by, definition_of, functions_read
+from liger_ext.models.patching.forwards import called_by, functions_read, parse_function
 from liger_ext.models.recognise import normal_form
 
 
@@ -24,7 +24,7 @@ class Form(NamedTuple):
         return normal_form.digest(self.text)
 
 
-def form_of(function: Callable | None, cls: type[nn.Module] | None = None) -> Form | None:
+def build_form(function: Callable | None, cls: type[nn.Module] | None = None) -> Form | None:
     """Returns the form of `function`, with the functions of transformers and the methods of `cls` that it calls.
 
     None if some of the source is not available.
@@ -32,11 +32,11 @@ def form_of(function: Callable | None, cls: type[nn.Module] | None = None) -> Fo
     texts, attributes = [], {}
     functions = [] if function is None else [inspect.unwrap(function)]
     for each in functions:
-        definition = definition_of(each)
+        definition = parse_function(each)
         if definition is None:
             return None
         functions += [f for f in called_by(definition, each, cls) if f not in functions]
-        texts.append(normal_form.written(normal_form.numbered(definition, attributes, _keeps_its_name)))
+        texts.append(normal_form.dump_tree(normal_form.number_names(definition, attributes, _keeps_its_name)))
     return Form("\n".join(texts), tuple(attributes)) if texts else None
 
 
@@ -51,25 +51,25 @@ def _keeps_its_name(attribute: str) -> bool:
     return attribute in ("config", "training") or hasattr(PreTrainedModel, attribute)
 
 
-def form_of_layer(cls: type[nn.Module]) -> Form | None:
+def build_layer_form(cls: type[nn.Module]) -> Form | None:
     """Returns the form of a decoder layer without the arguments that it passes to its attention; None if it uses them
     in another way."""
-    definition, attributes = definition_of(cls.forward), {}
-    definition = definition and normal_form.of_layer(definition)
+    definition, attributes = parse_function(cls.forward), {}
+    definition = definition and normal_form.reduce_layer(definition)
     if definition is None:
         return None
     called = called_by(definition, inspect.unwrap(cls.forward), cls)
-    definition = normal_form.numbered(definition, attributes, _keeps_its_name, variables=False)
+    definition = normal_form.number_names(definition, attributes, _keeps_its_name, variables=False)
     return Form(_with_codes(definition, called, cls), tuple(attributes))
 
 
-def form_of_head(cls: type[nn.Module]) -> Form | None:
+def build_head_form(cls: type[nn.Module]) -> Form | None:
     """Returns the form of a causal language model's head without the arguments that it passes to its model; None if it
     uses them in another way."""
     if not issubclass(cls, PreTrainedModel):
         return None
-    definition = definition_of(cls.forward)
-    definition = definition and normal_form.of_head(definition)
+    definition = parse_function(cls.forward)
+    definition = definition and normal_form.reduce_head(definition)
     if definition is None:
         return None
     return Form(_with_codes(definition, called_by(definition, inspect.unwrap(cls.forward), cls), cls))
@@ -78,9 +78,9 @@ def form_of_head(cls: type[nn.Module]) -> Form | None:
 def _with_codes(definition: ast.FunctionDef, called: list[Callable], cls: type[nn.Module]) -> str:
     """Returns the text of `definition`, and digests of the functions that it calls, except those that a patch calls,
     too."""
-    forms = {f.__name__: form_of(f, cls) for f in called if f.__name__ not in CALLED_BY_PATCHES}
+    forms = {f.__name__: build_form(f, cls) for f in called if f.__name__ not in CALLED_BY_PATCHES}
     codes = [f"{name} {form and form.digest}" for name, form in forms.items()]
-    return "\n".join([normal_form.written(definition), *codes])
+    return "\n".join([normal_form.dump_tree(definition), *codes])
 
 
 CALLED_BY_PATCHES = "loss_function", "load_balancing_loss_func"

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import transformers
 from torch import nn
 
-from liger_ext.models.patching.forwards import definition_of, functions_read
-from liger_ext.models.recognise.known import ENDS, Entry, entries, forms_of, look_up, ropes_in
+from liger_ext.models.patching.forwards import functions_read, parse_function
+from liger_ext.models.recognise.known import ENDS, Entry, candidate_forms, entries, look_up, ropes_in
 from liger_ext.models.recognise.reading import Form
 
 
@@ -33,7 +33,7 @@ class Seen(NamedTuple):
     @property
     def forms(self) -> dict[str, Form]:
         """The forms of the class, by part of the table."""
-        return {part: form for part, form in forms_of(self.cls) if form is not None}
+        return {part: form for part, form in candidate_forms(self.cls) if form is not None}
 
     @property
     def folder(self) -> str:
@@ -52,14 +52,14 @@ class Seen(NamedTuple):
     @property
     def has_changed(self) -> bool:
         """True if the table has only other code of this class."""
-        return not self.is_known and any(entry.made_of == self.path for entry in entries())
+        return not self.is_known and any(entry.example == self.path for entry in entries())
 
     @property
     def kind(self) -> str | None:
-        return _kind_of(self.path)
+        return _part_kind(self.path)
 
 
-def _kind_of(path: str) -> str | None:
+def _part_kind(path: str) -> str | None:
     """Returns the part that the name of a class stands for, if it can be fused."""
     return next((kind for kind, ends in ENDS.items() if path.endswith(ends)), None)
 
@@ -135,7 +135,7 @@ def _describe(unknown: Seen, seen: list[Seen]) -> list[str]:
 
 def _nearest(unknown: Seen, seen: list[Seen]) -> tuple[str, Seen] | None:
     """Returns the known class of the same kind whose text is most like that of `unknown`, and the part of the table for
-    it. The classes in the table's `made_of` are candidates whatever folders the report covers."""
+    it. The classes in the table's `example` are candidates whatever folders the report covers."""
     candidates = [each for each in (*seen, *_examples(unknown.kind)) if each.kind == unknown.kind]
     candidates = [each for each in candidates if each.entry is not None and each.entry.replacement is not None]
     if not candidates:
@@ -152,14 +152,14 @@ def _nearest(unknown: Seen, seen: list[Seen]) -> tuple[str, Seen] | None:
 
 @functools.cache
 def _examples(kind: str) -> list[Seen]:
-    replaced = [entry.made_of for entry in entries() if entry.replacement is not None]
-    return list(look(path.partition(".")[0] for path in replaced if _kind_of(path) == kind))
+    replaced = [entry.example for entry in entries() if entry.replacement is not None]
+    return list(look(path.partition(".")[0] for path in replaced if _part_kind(path) == kind))
 
 
 @functools.cache
 def _text(cls: type[nn.Module]) -> str:
     """Returns the source of a class's `forward`, and of the functions that this calls."""
-    definitions = map(definition_of, functions_read(cls.forward, cls))
+    definitions = map(parse_function, functions_read(cls.forward, cls))
     return "\n".join(ast.unparse(definition) for definition in definitions if definition is not None)
 
 
@@ -175,7 +175,7 @@ def _entry(unknown: Seen, part: str, known: Seen) -> dict[str, object]:
     words = {name: word for name, word in by_name.items() if word.isupper()}
     attributes = " ".join(words.get(name, name) for name in form.attributes) if entry.attributes else ""
     made = {"part": part, "digest": form.digest, "replacement": entry.replacement, "attributes": attributes}
-    made |= {"options": entry.options, "made_of": unknown.path, "versions": transformers.__version__}
+    made |= {"options": entry.options, "example": unknown.path, "versions": transformers.__version__}
     return {name: value for name, value in made.items() if value not in ("", {})}
 
 

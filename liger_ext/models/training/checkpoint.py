@@ -39,8 +39,8 @@ class _Region:
 def counting_runs(
     layer: nn.Module, function: Callable, is_forward: Callable[[Callable], bool], on_host: bool
 ) -> Callable:
-    """Wraps `function`, by which `layer` checkpoints its forward: `run_of` then counts the runs, and with `on_host` the
-    layer's input waits in host memory.
+    """Wraps `function`, by which `layer` checkpoints its forward: `checkpoint_run` then counts the runs, and with
+    `on_host` the layer's input waits in host memory.
 
     Counts only a forward that `is_forward` accepts: nothing around it may read its result. Returns `function` itself if
     it is not torch's own checkpoint, or has a `context_fn`, which may store results of the first run.
@@ -59,7 +59,7 @@ def counting_runs(
     return run
 
 
-def run_of(layer: nn.Module) -> int:
+def checkpoint_run(layer: nn.Module) -> int:
     """Returns the number of the current run, 1, 2, ... Returns 0 outside a checkpoint of exactly this layer, and in a
     graph of torch.compile, because every run executes the same graph."""
     region = None if torch.compiler.is_compiling() else _current.get()

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from liger_ext.models.patching.calls import only_forward_runs
 from liger_ext.models.patching.swap import is_plain_tensor
-from liger_ext.models.training.graph_ops import op_of_graphs
+from liger_ext.models.training.graph_ops import graph_op
 from liger_ext.models.training.recompute import in_training_graph
 
 
@@ -49,6 +49,6 @@ class _Embedding(torch.autograd.Function):
         return None, dweight, None
 
 
-@op_of_graphs("Tensor dout, Tensor input_ids, SymInt num_embeddings, int padding_idx")
+@graph_op("Tensor dout, Tensor input_ids, SymInt num_embeddings, int padding_idx")
 def _embedding_backward(dout, input_ids, num_embeddings, padding_idx):
     return (torch.ops.aten.embedding_dense_backward(dout, input_ids, num_embeddings, padding_idx, False),)

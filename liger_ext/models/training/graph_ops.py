@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from liger_ext.ops._compile import introduce
+from liger_ext.ops._compile import register_later
 
 _LIBRARY = torch.library.Library("liger_ext_models", "FRAGMENT")  # apart from the public ops, which have records
 
@@ -27,7 +27,7 @@ def without_autocast(function: Callable) -> Callable:
     return run
 
 
-def op_of_graphs(arguments: str) -> Callable:
+def graph_op(arguments: str) -> Callable:
     """Returns a decorator that makes a function one op, with these arguments, in a graph of torch.compile.
 
     The function then decides which tensors are saved, and in which dtype sums are computed. The compiler would save a
@@ -47,7 +47,7 @@ def op_of_graphs(arguments: str) -> Callable:
         _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"liger_ext_models::{name}", run, lib=_LIBRARY)
         op = getattr(torch.ops.liger_ext_models, name).default
-        introduce(op)
+        register_later(op)
 
         def call(*args):
             return op(*args) if torch.compiler.is_compiling() else function(*args)

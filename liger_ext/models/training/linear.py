@@ -41,10 +41,10 @@ def fused_parts(layer: nn.Module, x: Tensor) -> Parts | None:
     return parts
 
 
-def parameters_of(x: Tensor, linears: Iterable[Parts]) -> tuple[list[float], list[Tensor | None]]:
+def flatten_parameters(x: Tensor, linears: Iterable[Parts]) -> tuple[list[float], list[Tensor | None]]:
     """Returns the scalings of all layers, and their parameters, under autocast cast to its dtype."""
     scalings = [scaling for *_, scaling in linears]
-    parameters = [parameter for *of_layer, _ in linears for parameter in of_layer]
+    parameters = [parameter for *layer_parameters, _ in linears for parameter in layer_parameters]
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         parameters = [None if parameter is None else parameter.to(dtype) for parameter in parameters]
@@ -80,9 +80,9 @@ def _does_nothing(dropout: nn.Module) -> bool:
     return (idle or type(dropout) is nn.Identity) and only_forward_runs(dropout)
 
 
-def by_layer(of_parameters: Sequence) -> list[Sequence]:
+def by_layer(per_parameter: Sequence) -> list[Sequence]:
     """Splits a sequence over the parameters of all layers into one sequence for each layer."""
-    return [of_parameters[i : i + PARAMETERS] for i in range(0, len(of_parameters), PARAMETERS)]
+    return [per_parameter[i : i + PARAMETERS] for i in range(0, len(per_parameter), PARAMETERS)]
 
 
 def reads_input(needs: Sequence[bool]) -> bool:
@@ -113,8 +113,8 @@ def linears_backward(
     """Computes the gradients of linear layers with the same input y, [rows, columns]: of y, in the shape and dtype of
     `like` (None: not computed), and of the parameters that need one."""
     dy, gradients = None, []
-    for dout, of_layer, scaling, wanted in zip(douts, by_layer(parameters), scalings, by_layer(needs), strict=True):
-        weight, _, a, b = of_layer
+    for dout, layer, scaling, wanted in zip(douts, by_layer(parameters), scalings, by_layer(needs), strict=True):
+        weight, _, a, b = layer
         need_weight, need_bias, need_a, need_b = wanted
         if dout is None:
             gradients += [None] * PARAMETERS

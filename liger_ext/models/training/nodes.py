@@ -32,15 +32,15 @@ from torch.utils._device import DeviceContext
 from liger_ext import _C
 from liger_ext.models.patching.calls import is_exported
 from liger_ext.models.patching.swap import is_plain_tensor
-from liger_ext.models.training.graph_ops import op_of_graphs, without_autocast
+from liger_ext.models.training.graph_ops import graph_op, without_autocast
 from liger_ext.models.training.linear import (
     PARAMETERS,
     Parts,
     by_layer,
+    flatten_parameters,
     fused_parts,
     linear,
     linears_backward,
-    parameters_of,
     reads_input,
 )
 from liger_ext.ops._checks import CASTING_MODES
@@ -68,7 +68,7 @@ def norm_linears(x: Tensor, norm: nn.Module, linears: list[Parts], memory: str) 
         linears: from `fused_linears`, for layers with hidden_size columns.
         memory: one of the levels above.
     """
-    scalings, parameters = parameters_of(x, linears)
+    scalings, parameters = flatten_parameters(x, linears)
     return applied(_NormLinears.apply, norm.liger_arguments()[1], scalings, memory, x, norm.weight, *parameters)
 
 
@@ -84,7 +84,7 @@ def norm_mlp(
         memory: one of the levels above.
         is_read: False, with "low": the result is only differentiated, never read, so its values are not computed.
     """
-    scalings, parameters = parameters_of(stream, mlp)
+    scalings, parameters = flatten_parameters(stream, mlp)
     eps = norm.liger_arguments()[1]
     return applied(_NormMLP.apply, eps, scalings, memory, is_read, attention, stream, norm.weight, *parameters)
 
@@ -94,7 +94,7 @@ def adapted(layer: nn.Module, x: Tensor, training: bool) -> Tensor:
     linears = fused_linears(x, (layer,), training)
     if linears is None:
         return layer(x)
-    scalings, parameters = parameters_of(x, linears)
+    scalings, parameters = flatten_parameters(x, linears)
     return applied(_Adapted.apply, scalings, x, *parameters)
 
 
@@ -105,7 +105,7 @@ _CONSTANTS = "float eps, " + _PARAMETERS  # the last arguments of each op below
 class _Adapted(torch.autograd.Function):
     @staticmethod
     def forward(ctx, scalings, x, *parameters):
-        ctx.save_for_backward(x, *_as_they_are(parameters))
+        ctx.save_for_backward(x, *_detached(parameters))
         ctx.scalings = scalings
         return _adapted(x, scalings, parameters)[0]
 
@@ -117,12 +117,12 @@ class _Adapted(torch.autograd.Function):
         return None, *(g if need else None for g, need in zip(gradients, needs, strict=True))
 
 
-@op_of_graphs("Tensor x, " + _PARAMETERS)
+@graph_op("Tensor x, " + _PARAMETERS)
 def _adapted(x, scalings, parameters):
     return (linear(x.to(parameters[0].dtype), parameters, *scalings),)
 
 
-@op_of_graphs("Tensor dout, Tensor x, bool[] needs, " + _PARAMETERS)
+@graph_op("Tensor dout, Tensor x, bool[] needs, " + _PARAMETERS)
 @without_autocast
 def _adapted_backward(dout, x, needs, scalings, parameters):
     need_x, *needs = needs
@@ -136,7 +136,7 @@ class _NormLinears(torch.autograd.Function):
     def forward(ctx, eps, scalings, memory, x, norm_weight, *parameters):
         y, rstd, *outs = _norm_linears(x, norm_weight, memory == "fast", eps, scalings, parameters)
         ctx.set_materialize_grads(False)
-        weights = _as_they_are((norm_weight, *parameters))
+        weights = _detached((norm_weight, *parameters))
         ctx.save_for_backward(x, rstd, y if memory == "fast" else None, *weights)
         ctx.eps, ctx.scalings = eps, scalings
         return x, *outs
@@ -150,14 +150,14 @@ class _NormLinears(torch.autograd.Function):
         return None, None, None, *(g if need else None for g, need in zip(gradients, needs, strict=True))
 
 
-@op_of_graphs("Tensor x, Tensor norm_weight, bool keeps_y, " + _CONSTANTS)
+@graph_op("Tensor x, Tensor norm_weight, bool keeps_y, " + _CONSTANTS)
 def _norm_linears(x, norm_weight, keeps_y, eps, scalings, parameters):
     y, rstd = _norm(x, norm_weight, eps, parameters[0].dtype)
-    outs = (linear(y, *of_layer) for of_layer in zip(by_layer(parameters), scalings, strict=True))
+    outs = (linear(y, *layer) for layer in zip(by_layer(parameters), scalings, strict=True))
     return y if keeps_y else None, rstd, *outs
 
 
-@op_of_graphs("Tensor?[] douts, Tensor x, Tensor norm_weight, Tensor rstd, Tensor? y, bool[] needs, " + _CONSTANTS)
+@graph_op("Tensor?[] douts, Tensor x, Tensor norm_weight, Tensor rstd, Tensor? y, bool[] needs, " + _CONSTANTS)
 @without_autocast
 def _norm_linears_backward(douts, x, norm_weight, rstd, y, needs, eps, scalings, parameters):
     dstream, *douts = douts
@@ -173,9 +173,9 @@ class _NormMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, eps, scalings, memory, is_read, attention, stream, norm_weight, *parameters):
         constants = eps, scalings, parameters
-        out, total, rstd, *kept = _norm_mlp(attention, stream, norm_weight, memory, is_read, *constants)
-        kept = [t if keep else None for t, keep in zip(kept, _KEPT[memory], strict=True)]
-        ctx.save_for_backward(total, rstd, *kept, *_as_they_are((norm_weight, *parameters)))
+        out, total, rstd, *saved = _norm_mlp(attention, stream, norm_weight, memory, is_read, *constants)
+        saved = [t if keep else None for t, keep in zip(saved, _SAVED[memory], strict=True)]
+        ctx.save_for_backward(total, rstd, *saved, *_detached((norm_weight, *parameters)))
         ctx.eps, ctx.scalings, ctx.dtypes = eps, scalings, (attention.dtype, stream.dtype)
         return out
 
@@ -193,67 +193,67 @@ class _NormMLP(torch.autograd.Function):
 
 
 # The tensors that are saved for the backward at each level, of (the norm's output, gate, up, h).
-_KEPT = {"fast": (True, True, True, True), "auto": (False, True, True, False), "low": (False, False, False, False)}
+_SAVED = {"fast": (True, True, True, True), "auto": (False, True, True, False), "low": (False, False, False, False)}
 
 
-@op_of_graphs("Tensor attention, Tensor stream, Tensor norm_weight, str memory, bool is_read, " + _CONSTANTS)
+@graph_op("Tensor attention, Tensor stream, Tensor norm_weight, str memory, bool is_read, " + _CONSTANTS)
 def _norm_mlp(attention, stream, norm_weight, memory, is_read, eps, scalings, parameters):
     y, total, rstd = _add_rms_norm(attention, stream, norm_weight, eps, *_NORM)
     if not is_read:
         return total.new_empty(()).expand(total.shape), total, rstd, None, None, None, None
-    y, keeps = y.to(parameters[0].dtype), _KEPT[memory]
+    y, keeps = y.to(parameters[0].dtype), _SAVED[memory]
     tiles = _tiles(total) if memory == "low" else []
     if not tiles:
-        out, *kept = _mlp(y, total, keeps, scalings, parameters)
-        return out, total, rstd, *kept
+        out, *saved = _mlp(y, total, keeps, scalings, parameters)
+        return out, total, rstd, *saved
     out = torch.empty_like(total)
     for tile in tiles:
-        _rows(out)[tile], *kept = _mlp(_rows(y)[tile], _rows(total)[tile], keeps, scalings, parameters)
-    return out, total, rstd, *kept
+        _rows(out)[tile], *saved = _mlp(_rows(y)[tile], _rows(total)[tile], keeps, scalings, parameters)
+    return out, total, rstd, *saved
 
 
 def _mlp(y, total, keeps, scalings, parameters):
     *gate_and_up, down = zip(by_layer(parameters), scalings, strict=True)
-    gate, up = (linear(y, *of_layer) for of_layer in gate_and_up)
+    gate, up = (linear(y, *layer) for layer in gate_and_up)
     h = _glu(gate, up, *_SWIGLU)
-    kept = [t if keep else None for t, keep in zip((y, gate, up, h), keeps, strict=True)]
+    saved = [t if keep else None for t, keep in zip((y, gate, up, h), keeps, strict=True)]
     out = linear(h, *down)
     del y, gate, up, h  # frees their memory before more is allocated
     # Not in place: selective checkpoints store a matmul's result, and return it a second time.
-    return out + total, *kept
+    return out + total, *saved
 
 
-@op_of_graphs("Tensor dout, Tensor total, Tensor norm_weight, Tensor rstd, Tensor?[] kept, bool[] needs, " + _CONSTANTS)
+@graph_op("Tensor dout, Tensor total, Tensor norm_weight, Tensor rstd, Tensor?[] saved, bool[] needs, " + _CONSTANTS)
 @without_autocast
-def _norm_mlp_backward(dout, total, norm_weight, rstd, kept, needs, eps, scalings, parameters):
+def _norm_mlp_backward(dout, total, norm_weight, rstd, saved, needs, eps, scalings, parameters):
     need_total, need_norm, *needs = needs
     need_dy = need_total or need_norm
     constants = norm_weight, need_dy, needs, eps, scalings, parameters
-    tiles = _tiles(total) if kept[1] is None else []
+    tiles = _tiles(total) if saved[1] is None else []
     if not tiles:
-        dy, gradients = _mlp_backward(dout, total, kept, *constants)
+        dy, gradients = _mlp_backward(dout, total, saved, *constants)
     else:
         dy = torch.empty_like(total) if need_dy else None
         dout, sums = dout.contiguous(), None
         for tile in tiles:
-            dy_of_tile, gradients = _mlp_backward(_rows(dout)[tile], _rows(total)[tile], kept, *constants)
+            tile_dy, gradients = _mlp_backward(_rows(dout)[tile], _rows(total)[tile], saved, *constants)
             if need_dy:
-                _rows(dy)[tile] = dy_of_tile
+                _rows(dy)[tile] = tile_dy
             sums = _added(sums, gradients)
         gradients = [None if s is None else s.to(p.dtype) for s, p in zip(sums, parameters, strict=True)]
     return *_norm_backward(dy, dout, total, norm_weight, rstd, need_total, need_norm), *gradients
 
 
-def _mlp_backward(dout, total, kept, norm_weight, need_dy, needs, eps, scalings, parameters):
-    y, gate, up, h = kept
+def _mlp_backward(dout, total, saved, norm_weight, need_dy, needs, eps, scalings, parameters):
+    y, gate, up, h = saved
     first, down = slice(0, 2 * PARAMETERS), slice(2 * PARAMETERS, None)
-    needs_of = by_layer(needs)
+    layer_needs = by_layer(needs)
     if gate is None:
         y, _ = _norm(total, norm_weight, eps, parameters[0].dtype)
-        gate, up = (linear(y, *of_layer) for of_layer in zip(by_layer(parameters[first]), scalings[:2], strict=True))
+        gate, up = (linear(y, *layer) for layer in zip(by_layer(parameters[first]), scalings[:2], strict=True))
     d = dout.to(parameters[down][0].dtype)
     dh, _ = linears_backward([d], None, parameters[down], scalings[2:], (False,) * PARAMETERS, gate)
-    needs_h = reads_input(needs_of[2])
+    needs_h = reads_input(layer_needs[2])
     if h is None and needs_h and dh.requires_grad:  # create_graph=True: dh must not be overwritten
         h = _glu(gate, up, *_SWIGLU)
     if h is None and needs_h:
@@ -262,13 +262,13 @@ def _mlp_backward(dout, total, kept, norm_weight, need_dy, needs, eps, scalings,
     else:
         dgate, dup = _glu_backward(dh, gate, up, *_SWIGLU)
     del gate, up, dh  # before more is allocated
-    _, of_down = linears_backward([d], _rows(h), parameters[down], scalings[2:], needs[down], None)
+    _, down_gradients = linears_backward([d], _rows(h), parameters[down], scalings[2:], needs[down], None)
     del h
-    if y is None and any(map(reads_input, needs_of[:2])):
+    if y is None and any(map(reads_input, layer_needs[:2])):
         y, _ = _norm(total, norm_weight, eps, parameters[0].dtype)
     like = total if need_dy else None
     dy, others = linears_backward((dgate, dup), _rows(y), parameters[first], scalings[:2], needs[first], like)
-    return dy, [*others, *of_down]
+    return dy, [*others, *down_gradients]
 
 
 # The rows of the MLP's intermediate tensors that exist at a time if the backward recomputes them: enough to keep a
@@ -316,7 +316,7 @@ def fused_linears(x: Tensor, layers: Iterable[nn.Module], training: bool) -> lis
     return linears
 
 
-def _as_they_are(parameters: Iterable[Tensor | None]) -> list[Tensor | None]:
+def _detached(parameters: Iterable[Tensor | None]) -> list[Tensor | None]:
     """Returns detached parameters to be saved. They keep the present values if the user assigns another `.data`, which
     changes no version counter. torch's own linear layers save a view, and so keep the values, too."""
     return [None if p is None else p.detach() for p in parameters]

@@ -3,9 +3,9 @@
 Linear layers save their inputs: the norms' outputs, and the MLP's h = silu(gate) * up. Two functions avoid this:
 
 - `recomputed`, under torch.compile, puts the op that computes the input into a checkpoint.
-- `remade`, without torch.compile, is for linear layers that must be called as modules (LoRA, quantised weights, hooks).
-  Saved-tensor hooks around the call recognise the input, whichever op saves it, and store the function that computes it
-  instead. (Plain linear layers run in `training.nodes`, which save less by themselves.)
+- `recompute_when_saved`, without torch.compile, is for linear layers that must be called as modules (LoRA, quantised
+  weights, hooks). Saved-tensor hooks around the call recognise the input, whichever op saves it, and store the function
+  that computes it instead. (Plain linear layers run in `training.nodes`, which save less by themselves.)
 
 Neither has an effect if a module's `liger_memory` is "fast".
 """
@@ -50,7 +50,7 @@ def recomputed(module: nn.Module, function: Callable, *args: object) -> object:
     return function(*args)
 
 
-def remade(
+def recompute_when_saved(
     module: nn.Module, tensor: Tensor, make: Callable[..., Tensor], *arguments: object
 ) -> AbstractContextManager:
     """Returns a context in which ops that save `tensor` for their backward save `make(*arguments)` in its place. The
@@ -71,7 +71,7 @@ def remade(
     return saved_tensors_hooks(_Recipe(tensor, make, arguments).pack, lambda saved: saved())
 
 
-def _kept(tensor: Tensor) -> Callable[[], Tensor]:
+def _detached_reader(tensor: Tensor) -> Callable[[], Tensor]:
     """Returns a function that returns `tensor` detached: a node that saves its own output would otherwise keep itself
     alive."""
     detached, version = tensor.detach(), tensor._version
@@ -92,7 +92,7 @@ class _Recipe:
         self.known = self.identity(tensor)
         self.offset = tensor.storage_offset()
         self.make = make
-        self.arguments = [_kept(a) if isinstance(a, Tensor) else a for a in arguments]
+        self.arguments = [_detached_reader(a) if isinstance(a, Tensor) else a for a in arguments]
         self.users = self.waiting = 0  # ops that have saved it, and those that have yet to read it in this backward
         self.value: Tensor | None = None
 
@@ -103,7 +103,7 @@ class _Recipe:
     def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         has_storage = type(tensor) is Tensor and tensor.layout is torch.strided
         if not has_storage or self.identity(tensor) != self.known:
-            return _kept(tensor)
+            return _detached_reader(tensor)
         self.users += 1
         self.waiting += 1
         return functools.partial(self.get, tensor.size(), tensor.stride(), tensor.storage_offset() - self.offset)

@@ -25,35 +25,36 @@ void cross_entropy_counts(const CrossEntropyCounts& a, Stream stream) {
 namespace {
 
 // Returns the weights of all classes; `chunk` has the part for the classes of one chunk.
-Vector all_weights(const Vector& chunk, const Classes& of) {
-  return {chunk.data ? static_cast<const float*>(chunk.data) - of.first : nullptr, chunk.dtype};
+Vector all_weights(const Vector& chunk, const Classes& classes) {
+  return {chunk.data ? static_cast<const float*>(chunk.data) - classes.first : nullptr, chunk.dtype};
 }
 
 // The buffers of every pass over logits. `gradient` may be empty, and may lie in the logits' memory.
 template <class Op, class... More>
-Buffers logit_buffers(const Op& a, const Classes& of, const CrossEntropyRows& results, const void* lse, const Rows& grad,
+Buffers logit_buffers(const Op& a, const Classes& all_classes, const CrossEntropyRows& results, const void* lse, const Rows& grad,
                       const MutableRows& gradient, const More&... more) {
-  const auto skipped = [rows = a.rows, classes = of.all, target = a.target, ignored = a.options.ignore_index](int64_t row) {
+  const auto skipped = [rows = a.rows, classes = all_classes.all, target = a.target, ignored = a.options.ignore_index](int64_t row) {
     const int64_t wanted = target[row % rows];
     return wanted == ignored || wanted < 0 || wanted >= classes;
   };
-  return {optional_rows(in("logits", a.logits, a.rows, a.vocab), skipped),
-          in("target", a.target, a.rows, i64),
-          optional(in("weight", all_weights(a.class_weight, of), of.all)),  // not read for classes that are no row's target
-          optional(in("counts", a.counts, CrossEntropyCounts::slots, f32)),  // read with some options only
-          optional_rows(in("saved lse", lse, 2 * a.rows, f32), skipped),
-          in("grad", grad, a.rows, 1),
-          optional_rows(in("temperature", a.temperature, a.rows, f32), skipped),
-          out("ce", results.ce, a.rows, f32),
-          out("z", results.z, a.rows, f32),
-          out("lse", results.lse, 2 * a.rows, f32),
-          out("accuracy", results.accuracy, a.rows, f32),
-          out("predicted", results.predicted, a.rows, i64),
-          out("entropy", results.entropy, a.rows, f32),
-          out("mean", results.mean, a.rows, f32),
-          out("log_sum_sq", results.log_sum_sq, a.rows, f32),
-          out("gradient", gradient, a.rows, a.vocab),
-          more...};
+  return {
+      optional_rows(in("logits", a.logits, a.rows, a.vocab), skipped),
+      in("target", a.target, a.rows, i64),
+      optional(in("weight", all_weights(a.class_weight, all_classes), all_classes.all)),  // not read for classes that are no row's target
+      optional(in("counts", a.counts, CrossEntropyCounts::slots, f32)),  // read with some options only
+      optional_rows(in("saved lse", lse, 2 * a.rows, f32), skipped),
+      in("grad", grad, a.rows, 1),
+      optional_rows(in("temperature", a.temperature, a.rows, f32), skipped),
+      out("ce", results.ce, a.rows, f32),
+      out("z", results.z, a.rows, f32),
+      out("lse", results.lse, 2 * a.rows, f32),
+      out("accuracy", results.accuracy, a.rows, f32),
+      out("predicted", results.predicted, a.rows, i64),
+      out("entropy", results.entropy, a.rows, f32),
+      out("mean", results.mean, a.rows, f32),
+      out("log_sum_sq", results.log_sum_sq, a.rows, f32),
+      out("gradient", gradient, a.rows, a.vocab),
+      more...};
 }
 
 }  // namespace
@@ -91,7 +92,7 @@ void cross_entropy_in_chunks(const CrossEntropyInChunks& a, Stream stream) {
                               out("entropy", row.entropy, row.rows, f32),
                               out("mean", row.mean, row.rows, f32),
                               out("log_sum_sq", row.log_sum_sq, row.rows, f32),
-                              optional(in("others", a.others, CrossEntropyStatistics::slots_of(row.moments()) * row.rows, f32))};
+                              optional(in("others", a.others, CrossEntropyStatistics::slot_count(row.moments()) * row.rows, f32))};
   for (int i = 0; i < a.count; ++i) {
     const int64_t end = i + 1 < a.count ? a.chunks[i + 1].first : row.vocab;
     Buffer chunk = matrix("chunk", a.chunks[i].logits, row.rows, end - a.chunks[i].first, Content::both);
@@ -105,7 +106,7 @@ void cross_entropy_in_chunks(const CrossEntropyInChunks& a, Stream stream) {
 
 void cross_entropy_statistics(const CrossEntropyStatistics& a, Stream stream) {
   const Buffers buffers = logit_buffers(a.row, a.classes, {}, nullptr, {}, {},
-                                        out("statistics", a.statistics, CrossEntropyStatistics::slots_of(a.moments) * a.row.rows, f32),
+                                        out("statistics", a.statistics, CrossEntropyStatistics::slot_count(a.moments) * a.row.rows, f32),
                                         out("best class", a.best_class, a.row.rows, i64));
   gpu::cross_entropy_statistics(a, stream);
   gpu::raise_reported_targets();
@@ -113,7 +114,7 @@ void cross_entropy_statistics(const CrossEntropyStatistics& a, Stream stream) {
 
 void cross_entropy_merge(const CrossEntropyMerge& a, Stream stream) {
   using Slots = CrossEntropyStatistics;
-  const int64_t slots = Slots::slots_of(a.row.moments());
+  const int64_t slots = Slots::slot_count(a.row.moments());
   const auto unread = [rows = a.row.rows, slots, predictions = a.best_class != nullptr](int64_t at) {
     const int64_t slot = at / rows % slots;  // a moment is not read where the sum is 0
     return slot == Slots::moment || (slot == Slots::best && !predictions);

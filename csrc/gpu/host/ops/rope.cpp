@@ -9,7 +9,7 @@ decltype(cpu::rope) rope;
 namespace liger::cpu {
 
 void rope(const Rope& a, Stream stream) {
-  const int64_t bytes = size_of(a.dtype), table = size_of(a.table_dtype);
+  const int64_t bytes = dtype_bytes(a.dtype), table = dtype_bytes(a.table_dtype);
   const auto heads = [&](const char* name, const void* data, Content content, const RopeHeads& h, int64_t batch, int64_t head,
                          int64_t seq) {
     return Buffer{

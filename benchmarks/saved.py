@@ -35,7 +35,7 @@ _ROLES = {
     "down_proj": (_NORM_INPUT, _PRODUCT),
     "lm_head": (_LOGITS, _NORM_OUTPUT),
 }
-_INHERITED, _MADE, _READ = range(3)  # a stronger reason for a kind overrides a weaker one
+_INHERITED, _COMPUTED, _READ = range(3)  # a stronger reason for a kind overrides a weaker one
 
 
 def _storage(tensor: torch.Tensor) -> StorageWeakRef:
@@ -43,16 +43,16 @@ def _storage(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
 
 
-class _Kept(torch.autograd.graph.saved_tensors_hooks):
+class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
     """Bytes of each storage that is saved for a backward, without the model's parameters and buffers."""
 
     def __init__(self, model: torch.nn.Module):
-        own = {_storage(t) for t in (*model.parameters(), *model.buffers())}
+        excluded = {_storage(t) for t in (*model.parameters(), *model.buffers())}
         self.bytes: dict[StorageWeakRef, int] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = _storage(tensor)
-            if storage not in own:
+            if storage not in excluded:
                 self.bytes[storage] = tensor.untyped_storage().nbytes()
             return tensor.detach()  # a saved output with its own node would never be freed
 
@@ -77,14 +77,14 @@ class _Kinds(TorchDispatchMode):
         )
         role = next(filter(None, (self.roles.get(_storage(t)) for t in inputs)), None)
         if "embedding" in func.name():
-            self._name(outputs, _MADE, _NORM_INPUT)
+            self._name(outputs, _COMPUTED, _NORM_INPUT)
         elif "attention" in func.name():
             self._name(inputs[:3], _READ, _QKV)
-            self._name(outputs, _MADE, _ATTENTION)
+            self._name(outputs, _COMPUTED, _ATTENTION)
         elif role is not None:
-            made, read = role
+            computed, read = role
             self._name([t for t in inputs if _storage(t) not in self.roles], _READ, read)
-            self._name(outputs, _MADE, made)
+            self._name(outputs, _COMPUTED, computed)
         elif not func.name().endswith("_like"):  # results of `_like` ops are empty, and unseen kernels fill them
             known = [self.found[_storage(t)][1] for t in inputs if _storage(t) in self.found]
             if known:
@@ -98,22 +98,22 @@ class _Kinds(TorchDispatchMode):
                 self.found[storage] = reason, kind
 
 
-def kept_bytes(model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> int:
+def saved_bytes(model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> int:
     """Bytes that ``forward``, which returns the loss, saves for the backward; ``model`` may be compiled."""
-    kept = _Kept(model)
-    with kept:
+    saved = _SavedBytes(model)
+    with saved:
         loss = forward()
     del loss
-    return sum(kept.bytes.values())
+    return sum(saved.bytes.values())
 
 
-def kept_by_kind(model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> dict[str, int]:
-    """``kept_bytes`` by kind, for a model that is not compiled: {kind: bytes}, all of ``KINDS`` in their order."""
-    kept, kinds = _Kept(model), _Kinds(model)
-    with kept, kinds:
+def saved_by_kind(model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> dict[str, int]:
+    """``saved_bytes`` by kind, for a model that is not compiled: {kind: bytes}, all of ``KINDS`` in their order."""
+    saved, kinds = _SavedBytes(model), _Kinds(model)
+    with saved, kinds:
         loss = forward()
     del loss
     counted = Counter(dict.fromkeys(KINDS, 0))
-    for storage, size in kept.bytes.items():
+    for storage, size in saved.bytes.items():
         counted[kinds.found.get(storage, (0, _OTHER))[1]] += size
     return dict(counted)
