@@ -50,10 +50,11 @@ def place(tensors, choose_layout):
     return {name: guarded.place(name, t, choose_layout(t.shape)) for name, t in tensors.items()}, guarded
 
 
-def copies(tensors):
-    """Contiguous copies, whose rows are aligned if the originals' are, and otherwise start one element further."""
+def copies(op, tensors):
+    """Contiguous copies for a call of the op. Their rows are aligned if the originals' are, and otherwise start one
+    element further."""
     guard = Guarded()
-    return {n: guard.place(n, t, contiguous(t.shape, 0 if rows_are_aligned(t) else 1)) for n, t in tensors.items()}
+    return {n: guard.place(n, t, contiguous(t.shape, 0 if rows_are_aligned(op, t) else 1)) for n, t in tensors.items()}
 
 
 def run(call, tensors, gradients_like):
@@ -102,7 +103,7 @@ def test_a_function_and_its_gradients(device, op, rng):
         found = run(call, tensors, laid_out_gradients)
     assert [guard.changed() for guard in guards] == [[], []]
     with unwritten_memory(0x7E):
-        bad = differing(found, run(call, copies(tensors), lambda _: copies(gradients)))
+        bad = differing(found, run(call, copies(op, tensors), lambda _: copies(op, gradients)))
     if bad and other_sums(op, device):
         bad = []
         judge_call(call, tensors)
@@ -120,7 +121,7 @@ def judge_call(call, tensors):
 def recorded(call):
     """The ops, with arguments, that a function and its backward call on contiguous tensors."""
     with RecordCalls() as mode:
-        run(call, copies(call.tensors()), random_like)
+        run(call, copies(call.op, call.tensors()), random_like)
     return mode.calls
 
 
@@ -146,7 +147,7 @@ def test_an_op_called_directly(device, op, rng):
     for overload, arguments in recorded(draw_call(rng, op, device_dtypes(device), device)):
         originals = {i: a for i, a in enumerate(arguments) if isinstance(a, torch.Tensor)}
         tensors, guard = place(originals, lambda shape: draw_layout(rng, shape))
-        unchanged = copies(tensors)
+        unchanged = copies(op, tensors)
         with unwritten_memory(0x81):
             found = call_op(overload, with_tensors(arguments, tensors))
         what = f"{overload}({', '.join(map(argument_text, tensors.values()))})"
