@@ -25,15 +25,7 @@ from family_models import (  # noqa: F401
     perturbed,
     set_experts,
 )
-from llama_models import (  # noqa: F401
-    TRANSFORMERS,
-    assert_as_good,
-    checkpoint_layers,
-    make_batch,
-    one_thread,
-    step,
-    tokens,
-)
+from llama_models import TRANSFORMERS, assert_as_good, checkpoint_layers, make_batch, one_thread, step, tokens  # noqa: F401
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM

@@ -310,8 +310,7 @@ JOB = next(tune.jobs([tune.Case("swiglu", Size(24, 64))], H200, ["bf16"]))
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Replaces the GPU: ``times`` maps each plan's knobs to its time, ``captured`` lists the knobs of captured
-    graphs."""
+    """Replaces the GPU: ``times`` maps a plan's knobs to its time, ``captured`` lists the knobs of captured graphs."""
     made = SimpleNamespace(times=None, knobs=None, captured=[])
 
     def capture(call, pool=None):
