@@ -1,5 +1,6 @@
-"""Times training steps (forward, backward, fused AdamW) of model families other than Llama. Each model has the width
-and vocabulary of a published model, but only a few layers. Each provider runs in a separate process (`step_one.py`)."""
+"""Measures training steps (forward, backward, fused AdamW) of model families other than Llama: time, peak memory and
+the last loss. Each model has the width of a published model, but only a few layers. Each provider runs in a separate
+process (`step_one.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The implementations with which our softmax is compared: a composition of PyTorch's functions, and peers."""
+"""The implementations with which our softmax is compared: PyTorch's, and QuACK's."""
 
 from __future__ import annotations
 

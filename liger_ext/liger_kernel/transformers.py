@@ -1,7 +1,8 @@
 """The names of ``liger_kernel.transformers`` that liger_ext lacks or defines differently: patch functions with
-Liger-Kernel's behaviour, and the loss (``LigerForCausalLMLoss``) for users who write a model's forward.
+Liger-Kernel's behaviour, the functions and tables that find one by model type, the auto class, and the loss
+(``LigerForCausalLMLoss``) for users who write a model's forward.
 
-A patch function of this file differs from liger_ext's function of the same name in four points. A switch that is None
+A patch function of this file differs from liger_ext's function of the same name in its interface. A switch that is None
 is off. The signature is Liger-Kernel's, since callers inspect it. A model that it has patched returns None as
 ``output.logits`` if no logits were computed (``models.modules.as_liger_kernel``). A second call for a model keeps the
 first call's options and logs a message (``logging.getLogger("liger_ext")``).

@@ -1,4 +1,4 @@
-"""The base class of the norm modules, and functions that check constructor arguments, for the modules of all ops."""
+"""The base class of the norm modules, and functions that check constructor arguments of norms, losses and JSD."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Mixins that patch transformers' norms: several, since the classes differ in how they apply the weight and where they
-round."""
+"""Mixins that patch transformers' norms, and `LayerNorm`, which replaces torch's class. There are several, since the
+classes differ in how they apply the weight, where they round, and whether a gate or groups of columns take part."""
 
 import functools
 
