@@ -182,6 +182,14 @@ def calls_that_count(draw):
     }
 
 
+def matmul_scratch(dtype, rows, hidden, vocab):
+    """Returns the bytes that torch's CPU matmul of 16-bit operands allocates beside its result, for the largest of the
+    loss's three products. They depend on the CPU and its number of threads; a plan does not contain them."""
+    products = (rows, hidden, vocab), (rows, vocab, hidden), (vocab, rows, hidden)
+    operands = [(torch.ones(m, k, dtype=dtype), torch.ones(k, n, dtype=dtype)) for m, k, n in products]
+    return max(most_bytes(a.device, lambda: torch.mm(a, b)) - 2 * len(a) * len(b.T) for a, b in operands)  # noqa: B023
+
+
 @settings(max_examples=60)
 @given(drawn=calls_that_count(), memory=st.sampled_from([*LEVELS, SMALLEST, 0, 0.3, 1]) | st.floats(1, 4))
 def test_the_memory_that_is_taken(device, drawn, memory):
@@ -238,10 +246,11 @@ def test_the_memory_that_is_taken(device, drawn, memory):
                 memory = overlaid((call.rows, *drawn["size"][1:]), share, call.weight, call.compute) or "min"
         taken = most_bytes(device, run)
     call, chosen = found[-1]
-    assert taken <= _loss_plan.costs(call, [chosen])[0].bytes
-    assert budget is None or taken <= budget
-    if not drawn["counted"] and not call.copies and (device.type == "cuda" or call.compute.itemsize > 2):
-        # On a CPU torch's matmul of 16-bit operands allocates memory, too.
+    on_16_bit_cpu = device.type == "cpu" and call.compute.itemsize == 2
+    scratch = matmul_scratch(call.compute, rows, hidden, vocab) if on_16_bit_cpu else 0
+    assert taken <= _loss_plan.costs(call, [chosen])[0].bytes + scratch
+    assert budget is None or taken <= budget + scratch
+    if not drawn["counted"] and not call.copies and not on_16_bit_cpu:
         assert (
             taken
             >= _loss_plan.costs(call, [chosen])[0].bytes
