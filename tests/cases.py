@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_ext._load import library_folder
 
+ROOT = Path(__file__).parent.parent
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 LAYOUTS = ("contiguous", "padded", "offset", "columns", "transposed", "expanded")
 
@@ -232,6 +234,13 @@ def threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def tracked_files() -> list[Path]:
+    """Returns the repository's files, without those that only this machine has."""
+    command = ["git", "ls-files", "-z"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [ROOT / name for name in listed.split("\0") if name]
 
 
 def environment() -> dict[str, str]:

@@ -1,10 +1,10 @@
 """Tests of the Markdown pages: links lead to tracked files, lines are short, and the README names every public op."""
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
+from cases import tracked_files
 
 from liger_ext import functional, modules
 
@@ -23,8 +23,7 @@ def anchors(page: Path) -> set[str]:
 @pytest.fixture(scope="module")
 def tracked() -> set[Path]:
     """Returns the tracked files and their folders."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    files = [ROOT / name for name in listed.split("\0")]
+    files = tracked_files()
     return {*files, *(folder for file in files for folder in file.parents if ROOT in folder.parents)}
 
 

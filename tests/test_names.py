@@ -7,11 +7,10 @@ are sentences, and exempt.
 
 import ast
 import re
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from cases import tracked_files
+
 WORDS = {"of", "made", "own", "given", "said", "kept", "two", "usual"}
 # Terms of C++, PyTorch and this field.
 EXEMPT = {"all_of", "any_of", "none_of", "out_of_range", "out_of_memory", "OutOfMemory"}
@@ -44,14 +43,10 @@ def names_in_cpp(source: str) -> list[str]:
 
 
 def test_no_name_has_a_word_without_meaning():
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     readers = {".py": names_in_python, ".h": names_in_cpp, ".cpp": names_in_cpp, ".cu": names_in_cpp}
-    files = [ROOT / name for name in listed if Path(name).suffix in readers]
+    files = [file for file in tracked_files() if file.suffix in readers]
     wrong = {
-        f"{file.relative_to(ROOT)}: {name}"
-        for file in files
-        for name in readers[file.suffix](file.read_text())
-        if breaks_the_rule(name)
+        f"{file}: {name}" for file in files for name in readers[file.suffix](file.read_text()) if breaks_the_rule(name)
     }
     assert len(files) > 300
     assert not wrong, "rename " + ", ".join(sorted(wrong))
