@@ -42,7 +42,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 
 from liger_ext import apply_liger_kernel_to_instance
 
-WINDOWS = 4096  # at most so many windows of the text; more steps use them again
+WINDOWS = 4096  # the number of windows that are cut from the text; a longer run repeats them
 
 
 def at_least(least: float, kind: type = int) -> Callable[[str], float]:
@@ -73,7 +73,12 @@ def parse_arguments() -> argparse.Namespace:
         help="steps between checkpoints; 0: save neither checkpoints nor the trained model",
     )  # fmt: skip
     parser.add_argument("--keep", type=at_least(1), default=2, metavar="CHECKPOINTS", help="number of newest to keep")
-    parser.add_argument("--memory", default="auto", choices=("fast", "auto", "low", "min"), help="see the README")
+    parser.add_argument(
+        "--memory",
+        default="auto",
+        choices=("fast", "auto", "low", "min"),
+        help="see docs/training.md, Levels of memory",
+    )
     parser.add_argument("--compile", action="store_true", help="compile each decoder layer with torch.compile")
     parser.add_argument(
         "--alone", type=at_least(1.0, float), metavar="TOKENS",

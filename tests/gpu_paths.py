@@ -78,7 +78,7 @@ class Path:
         return f"{self.op} {self.kind}x{self.cols} {str(self.dtype).removeprefix('torch.')}{options}"
 
     def launches(self, profile: _C.DeviceProfile, rows: int, knobs: dict | None = None) -> list[_C.NamedLaunch]:
-        """Returns the launches of forward and backward, as far as they are planned."""
+        """Returns the planned launches of forward and backward."""
         record, size = RECORDS[self.op], call_size(self.op, rows, self.cols)
         frozen = record.parameters if self.frozen else ()
         return record.plans(profile, size, self.dtype, "", _C.Knobs(**(knobs or {})), self.options, frozen)

@@ -118,7 +118,7 @@ def check_legal(launch, device, registers=None):
 
 
 def launches(op, device, call):
-    """None if the op raises because one launch cannot have so many blocks, or under HIP so many threads."""
+    """Returns the launches of a call. None: it needs more blocks, or under HIP more threads, than a launch may have."""
     try:
         return _C.plans(op, device, **call)
     except ValueError as error:

@@ -38,8 +38,8 @@ int64_t row_blocks(const DeviceProfile& device, const SoftmaxShape& shape, int k
   return blocks;
 }
 
-// A row has a block, or shares one with other rows: four vectors per thread, and more where that would take more than 2,048 / k threads. In
-// calls of few rows one vector per thread, as far as a block has enough threads.
+// Plans one block per row, or one block for several rows. A thread processes four vectors, or more if four would need more than 2,048 / k
+// threads. In a call of few rows a thread processes one vector, or more if a block has too few threads for that.
 LaunchPlan plan_in_block(const DeviceProfile& device, const SoftmaxShape& shape, int k, const Knobs& knobs) {
   const int preferred_block = static_cast<int>(most_in_block) / k;
   const bool few = few_rows(device, shape.rows), large = few || shape.vec == 1;

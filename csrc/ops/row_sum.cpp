@@ -5,7 +5,7 @@
 
 namespace liger::LIGER_BACKEND {
 
-// The sum from this row on, as far as it lies in the same memory.
+// Returns a view of the sum that starts at this row, and ends with the memory that holds the row: the result's or `rest`.
 MutableRows RowSum::from(int64_t row) const {
   const bool inside = row < in_memory_;
   return from_row(MutableRows{inside ? memory_ : rest_, cols_, dtype_}, inside ? row : row - in_memory_);

@@ -125,7 +125,8 @@ def _patch_or_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def is_left_alone(cls: type[nn.Module]) -> bool:
-    """Returns whether `cls` has nothing to fuse: the table says so, or it is an attention without rotary embeddings."""
+    """Returns whether no op replaces a part of `cls`: its entry has no replacement, or it is an attention without
+    rotary embeddings."""
     found = _recognised(cls)
     if found is None and cls.__name__.endswith(ENDS["attention"]):
         text = source_text(cls.forward)

@@ -8,7 +8,7 @@
 * ``BAD``: (op, name, arguments that it rejects, parts of the error text: argument, value, expectation; the first part
   is TypeError if it is no ValueError); a tuple among the arguments is the shape of a tensor;
 * ``LARGE``: for each op a function of two matrices of the same shape and a vector of their columns, or None. It calls
-  the op with them as inputs and parameter, as far as the op takes them, and returns one result;
+  the op with those that the op has an argument for, as inputs and parameter, and returns one result;
 * ``PROMISED``: for an op whose result is not one tensor like its first argument, a function of its arguments that
   returns the shape and the dtype (None: any) of each result, by name;
 * ``exact_cases()``: (name, op, inputs) in fp32, large enough that the largest error is reproducible;
