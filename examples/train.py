@@ -1,4 +1,5 @@
-"""The smallest training script: any Hugging Face Llama, any text, and one line of liger_ext.
+"""The smallest training script: any Hugging Face Llama, any text of at least 512 tokens, and one
+line of liger_ext.
 
 python examples/train.py MODEL_FOLDER TEXT_FILE
 """

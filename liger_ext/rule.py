@@ -1,4 +1,4 @@
-"""The rule that limits a result's error by PyTorch's error times a factor, plus half a unit in the last place.
+"""The accuracy rule, which limits a result's error by PyTorch's error times a factor, plus half a unit in the last place.
 
 Every output and every gradient is compared with a float64 reference on the same inputs, upcast. PyTorch's own functions
 run on the same inputs, compute in the accumulator's dtype (fp32, or fp64 for fp64), round once, and are compared with

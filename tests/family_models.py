@@ -1,4 +1,4 @@
-"""Small models of the families other than Llama, for the tests of patching."""
+"""Small models of every family, for the tests of patching."""
 
 import copy
 import functools

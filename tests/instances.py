@@ -1,5 +1,5 @@
-"""Kernel instances as (kernel, template arguments), so that tests can compare two lists: the instances in the planner's
-table (csrc/launch), and the instances in a compiled library, by their demangled names."""
+"""Kernel instances as (kernel, integer template arguments), so that tests can compare two lists: the instances in the
+planner's table (csrc/launch), and the instances in a compiled library, by their demangled names."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Calls of every op, small, odd and large, that launch every kernel at least once on the host target (host_kernels.py)
-and on an emulated device (tests/amd)."""
+"""Calls of every op that has a record, small, odd and large, which launch every kernel of these ops on the host target
+(the GPU kernels compiled for the CPU, host_kernels.py) and on emulated AMD GPUs (tests/amd)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tests of the suites `benchmarks families` and `benchmarks lora`: steps of each provider, and fully patched models."""
+"""Tests of the suite `benchmarks families` and of the steps that `benchmarks lora` times, with transformers and with
+liger_ext: training steps run and are recorded, and every norm and MLP of the models is patched."""
 
 import json
 import warnings

@@ -1,4 +1,5 @@
-"""SwiGLU and GeGLU, with gate and up as two tensors or packed in one, judged by the rule of liger_ext/rule.py."""
+"""SwiGLU and GeGLU, with gate and up as two tensors or packed in one, against a float64 reference (the accuracy rule of
+liger_ext/rule.py)."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""LayerNorm, judged by the rule of liger_ext/rule.py, and its edge cases."""
+"""LayerNorm, against a float64 reference (the accuracy rule of liger_ext/rule.py), and its edge cases."""
 
 import pytest
 import torch

@@ -2,10 +2,11 @@
 every element of every row exactly once. Plans are computed on any machine; plan_model.py models which elements the
 kernels process under a plan.
 
-Registers: the limit is a multiprocessor's register file. The compiler allocates at most as many registers per thread as
-the kernel's launch bound allows (65,536 / bound on an NVIDIA GPU), so a block within the bound fits: this test checks
-the bound. Where a CUDA library and cuobjdump are available, ``test_registers_of_the_built_library`` uses the compiler's
-report instead, and finds kernels that no plan names."""
+Registers: a block's registers must fit in a multiprocessor's register file. The compiler allocates per thread at most
+as many as fit if a block has as many threads as the kernel's launch bound (65,536 / bound on an NVIDIA GPU). So these
+tests only check that a block has no more threads than that. Where a CUDA library and cuobjdump are available,
+``test_registers_of_the_built_library`` uses the compiler's report instead, and finds kernels that the planner's table
+of instances lacks."""
 
 import itertools
 import os

@@ -1,4 +1,4 @@
-"""Squared ReLU, judged by the rule of liger_ext/rule.py."""
+"""Squared ReLU, against a float64 reference (the accuracy rule of liger_ext/rule.py)."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""RMSNorm and add+RMSNorm: every output and gradient, judged by the rule of liger_ext/rule.py, and edge cases."""
+"""RMSNorm and add+RMSNorm: every output and gradient against a float64 reference (the accuracy rule of
+liger_ext/rule.py), and edge cases."""
 
 import pytest
 import torch

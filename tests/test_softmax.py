@@ -1,4 +1,4 @@
-"""Softmax over the last dimension, judged by the rule of liger_ext/rule.py."""
+"""Softmax over the last dimension, against a float64 reference (the accuracy rule of liger_ext/rule.py)."""
 
 import pytest
 import torch

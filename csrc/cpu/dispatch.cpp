@@ -1,5 +1,5 @@
-// Selects the instruction set of the CPU kernels, reads the size of the last-level cache, and maps the memory of large outputs before
-// kernels write it.
+// Selects the instruction set of the CPU kernels, reads the size of the last-level cache, and maps the pages of large outputs before
+// kernels write them: many pages at a time, because a page fault for each page takes longer.
 #include "cpu/dispatch.h"
 
 #include <cstdlib>

@@ -1,11 +1,11 @@
-// Runs CPU kernels on torch's threads, in the selected instruction set. dispatch*.cpp and gemm.cpp include it: they are compiled for the
-// baseline (the compiler's default instruction set), and only they include torch's headers.
+// Runs CPU kernels on torch's threads, in the selected instruction set. Files that are compiled for the baseline (the compiler's default
+// instruction set) include it: dispatch_*.cpp and gemm.cpp. Only these files of csrc/cpu include torch's headers.
 //
 // A kernel file defines, in the namespace of its build (liger::cpu::baseline, avx2 or avx512),
 //   template <> void run(const Args& args, int64_t begin, int64_t end)   // items begin … end-1; must not throw
 // An item is a kernel's unit of work, such as a row; parallel_items divides the items among threads. A dispatch file starts the kernel by
-// parallel_items(args, items, elements_per_item, outputs).  `outputs` names large results, whose memory is mapped shortly before the items
-// that write it.
+// parallel_items(args, items, elements_per_item, outputs). elements_per_item decides how many items a thread gets at least. `outputs` names
+// large results, whose pages are mapped shortly before an item writes them (MappedOutput).
 #pragma once
 #include <torch/csrc/stable/ops.h>
 

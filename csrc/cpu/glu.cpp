@@ -1,4 +1,5 @@
-// Gated activations (SwiGLU, GeGLU) on the CPU: elementwise. Memory bounds 32-bit dtypes, the exponential bounds 16-bit dtypes.
+// Gated activations (SwiGLU, GeGLU) on the CPU: elementwise. Memory bandwidth limits the speed for 32-bit dtypes, the exponential limits it
+// for 16-bit dtypes.
 #include "kernels/glu.h"
 
 #include <type_traits>

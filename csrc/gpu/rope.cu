@@ -1,13 +1,14 @@
-// Rotary position embedding of q and k in one launch. Bound by memory: q and k are read and written once.
+// Rotary position embedding of q and k in one launch (more, beyond 2^31 threads). Bound by memory: q and k are read and written once.
 //
-// A thread processes the same columns of two heads of a position (batch, seq): a pair of vectors at columns i and i + rotary_dim / 2, which
-// it rotates, or two vectors behind column rotary_dim, which it copies. Threads are numbered in the order of the tensors in memory, and a
-// block may begin anywhere in a position. With more heads per thread, cos and sin would be loaded less often, but they are in the L1, and a
-// thread would run longer than its loads take.
+// A thread processes two vectors of VEC columns in each of two heads of a position (batch, seq). Either it rotates them: they begin at
+// columns i and i + rotary_dim / 2. Or it copies them: they lie at or after column rotary_dim. Threads are numbered by position, head and
+// column, so a block may begin in the middle of a position's heads. More heads per thread would load cos and sin less often, but were not
+// faster (docs/measurements.md), since these loads hit the L1.
 //
-// With interleaved pairs (columns 2p and 2p + 1) a thread still stores whole vectors at columns i and i + rotary_dim / 2. If the results
-// are interleaved, each of these vectors consists of VEC / 2 pairs, and the thread loads these pairs from wherever the input has them. With
-// two adjacent vectors per thread loads would be as fast, but stores slower (docs/decisions.md).
+// The input and the results each have either half-split pairs (columns p and p + rotary_dim / 2) or interleaved pairs (columns 2p and 2p +
+// 1). In every case a thread stores whole vectors at columns i and i + rotary_dim / 2, and loads the elements of their pairs from the
+// columns where the input has them. If the results are interleaved, each stored vector consists of VEC / 2 pairs (VEC = 1: a thread stores
+// the two elements of a pair). Two adjacent vectors per thread would load as fast, but store more slowly (docs/decisions.md).
 #include "kernels/rope.h"
 
 #include "gpu/device.h"

@@ -1,5 +1,6 @@
-"""Registers ``torch.ops.liger_ext.stream_copy``, with which benchmarks and tune measure the memory's bandwidth. The op
-has no public function and no gradient."""
+"""Registers the fake implementation of ``torch.ops.liger_ext.stream_copy``, with which the benchmarks and `liger_ext
+tune` measure memory bandwidth, and an Autograd kernel that computes no gradient. The op has no public
+function."""
 
 from __future__ import annotations
 

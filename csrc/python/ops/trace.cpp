@@ -1,4 +1,5 @@
-// Python bindings of the trace of the fused loss (csrc/trace): the costs of plans, and the matmuls and kernels of a plan.
+// Python bindings of csrc/trace, which runs the fused loss on tensors without data: the memory, time and operations of each plan, and a
+// plan's matmuls and kernel launches.
 #include "trace/fused_loss.h"
 
 #include "python/ops.h"

@@ -1,4 +1,5 @@
-"""Log-probabilities and entropies of a causal language model's targets, and the loss that is computed from them."""
+"""What a model's forward computes with ``return_log_probs=True``: each target's log-probability, the entropy of the
+distribution that predicts it (``return_entropy=True``), and the mean of the negative log-probabilities as the loss."""
 
 import numbers
 from collections.abc import Callable
