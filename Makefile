@@ -6,8 +6,8 @@
 #   make wheel   build dist/*.whl for this Python and GPU      make wheels   build one for all GPUs and Pythons; needs nvcc and clang-19 or ROCm
 #   make host    compile the GPU kernels for the CPU, to test them (part of make test)
 #   make compile-all   compile the GPU kernels for every supported architecture; needs nvcc and clang-19, and no GPU
-#   make test-models   test patched Llamas in every combination of settings (make test-all tests every pair of settings)
-#   make test-oldest   run the Llama tests with the oldest supported transformers
+#   make test-models   test patched Llamas in all combinations of settings (make test-all: all pairs), and every causal LM of transformers
+#   make test-oldest   run the tests of patched models with the oldest supported transformers
 #   make fuzz    call every op with random arguments, a million times (make fuzz ARGS="--help")
 #   make test-newest   run the tests that depend on torch with the newest torch and unchanged libraries (installs it: 6 GB)
 #   make test-asan     run the tests of CPU ops under AddressSanitizer and UndefinedBehaviorSanitizer (clang-19)
@@ -47,9 +47,9 @@ else
   MODEL :=
 endif
 
-# A development build has the architectures that this machine can run; a wheel has all. `make demo` compiles the CPU kernels for this
-# machine's instruction set only; every other target adds the others. With a GPU and no toolkit, GPU=auto makes CMake print what is
-# missing.
+# By default the GPU library has the architectures of this machine's GPUs; without a GPU, that of `make wheels` has all. `make demo`
+# compiles the CPU kernels for this machine's instruction set only; every other target that builds adds the others. With a GPU and no
+# toolkit, GPU=auto makes CMake print what is missing.
 NATIVE := $(if $(filter-out demo,$(MAKECMDGOALS)),OFF,ON)
 BUILD := build/dev
 NVIDIA_ARCHS = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u | sed 's/^9\.0$$/9.0a/' | paste -sd';')
@@ -91,7 +91,7 @@ test-all: compile-all
 test-models: $(ENVIRONMENT) build
 	LIGER_EXT_MODELS=full $(PY) -m pytest $(ARGS) tests/test_model_matrix.py tests/test_families_all.py
 
-# The Llama tests with the oldest supported transformers in front of the environment's.
+# The tests of patched models, with the oldest supported transformers in front of the environment's.
 OLDEST := build/transformers-oldest
 test-oldest: build $(OLDEST)/.installed
 	PYTHONPATH=$(abspath $(OLDEST)) $(PY) -c "import transformers; print('transformers', transformers.__version__)"

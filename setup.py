@@ -1,7 +1,7 @@
 """Builds the libraries and ``_C`` with CMake and Ninja, for every build front end; all else is in pyproject.toml.
 
 CMake's folder in build/ outlives a call, so that only changed files are compiled again. CMakeCache.txt does not: it
-would name the folder of an isolated environment that is gone. `make build` is the same build in another folder.
+would name the folder of an isolated environment that is gone. `make build` runs CMake itself, in another folder.
 """
 
 import os

@@ -54,7 +54,7 @@ foreach(isa ${isas})
   add_library(liger_cpu_${isa} OBJECT ${cpu_kernels})
   target_include_directories(liger_cpu_${isa} PRIVATE csrc)
   target_compile_definitions(liger_cpu_${isa} PRIVATE LIGER_BACKEND=cpu LIGER_ISA=${isa})
-  # Results may differ between instruction sets, by contraction to multiply-adds. -fno-math-errno lets sqrt vectorise.
+  # Results may differ between instruction sets, by the order of sums and by multiply-adds. -fno-math-errno makes sqrt one instruction.
   target_compile_options(liger_cpu_${isa} PRIVATE ${flags_${isa}} ${optimized} -fno-math-errno -Wno-psabi -Wno-ignored-attributes)
   set_target_properties(liger_cpu_${isa} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
   target_link_libraries(liger_ext_cpu PRIVATE $<TARGET_OBJECTS:liger_cpu_${isa}>)

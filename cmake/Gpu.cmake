@@ -1,5 +1,5 @@
 # Builds the GPU libraries, liger_ext_cuda and liger_ext_hip, from the same csrc/gpu/*.cu. The machine needs no GPU, and torch's CPU wheel
-# suffices: if libtorch_cuda.so is missing, the libraries are linked to a stub with its name and the symbols that they use.
+# suffices: if libtorch_cuda.so or libtorch_hip.so is missing, the library is linked to a stub with its name and the symbols that it uses.
 find_program(liger_nvcc nvcc HINTS $ENV{CUDA_HOME}/bin /usr/local/cuda/bin NO_CACHE)
 find_program(liger_hipcc NAMES amdclang++ HINTS /opt/rocm/bin /opt/rocm/llvm/bin NO_CACHE)
 set(gpus ${LIGER_EXT_GPU})
@@ -37,7 +37,7 @@ target_compile_definitions(liger_ops_gpu PRIVATE LIGER_BACKEND=gpu LIGER_DISPATC
 set_property(SOURCE ${LIGER_OPS} APPEND PROPERTY COMPILE_DEFINITIONS USE_CUDA)
 target_link_libraries(liger_ops_gpu PRIVATE liger_torch)
 
-# Defines liger_ext_<gpu>, to which the caller adds the kernels. It is linked to torch's library of this name or to a stub, which is linked
+# Defines liger_ext_<gpu>, to which the caller adds the kernels. It is linked to torch's library <torch_name> or to a stub, which is linked
 # to the libraries in further arguments.
 set(stub_symbols aoti_torch_get_current_cuda_stream torch_get_current_cuda_blas_handle)   # which ops/ and gpu/ call
 function(liger_gpu_library gpu torch_name compiler architectures)

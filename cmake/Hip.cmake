@@ -41,8 +41,8 @@ foreach(arch ${archs})
 endforeach()
 list(JOIN archs " " architectures)
 
-# ROCm's compiler finds its own device libraries. A distribution's may be older than some of the targets. Then a folder of links provides,
-# for each missing target, the file of its nearest relative. These files differ in nothing that the kernels use.
+# ROCm's compiler finds its own device libraries. A distribution's may be older than some of the targets. Then a folder of links provides
+# the file of gfx1036 for each missing target. These files differ in nothing that the kernels use.
 find_path(LIGER_ROCM_BITCODE ocml.bc HINTS $ENV{ROCM_PATH}/amdgcn/bitcode /opt/rocm/amdgcn/bitcode
           PATHS /usr/lib/${CMAKE_LIBRARY_ARCHITECTURE}/amdgcn/bitcode /usr/lib/x86_64-linux-gnu/amdgcn/bitcode /usr/amdgcn/bitcode)
 if(LIGER_ROCM_BITCODE AND LIGER_ROCM_BITCODE MATCHES "^/usr/")
@@ -62,7 +62,7 @@ if(LIGER_ROCM_BITCODE AND LIGER_ROCM_BITCODE MATCHES "^/usr/")
   list(APPEND hip_flags --rocm-path=/usr --rocm-device-lib-path=rocm_bitcode)   # relative, so that checkouts can share a compiler cache
 endif()
 
-# One command per file, with the compiler's own dependency list, so that a changed file rebuilds one object.
+# One command per file, with the compiler's own dependency list, so that a changed source rebuilds one object.
 file(MAKE_DIRECTORY "${CMAKE_BINARY_DIR}/hip")
 set(hip_cache ${LIGER_COMPILER_CACHE})
 if(hip_cache AND LIGER_ROCM_BITCODE)   # clang reads the device libraries itself, unseen by ccache

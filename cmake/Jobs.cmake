@@ -1,5 +1,5 @@
-# Limits how many compilers run at once: as many as there are cores, if each has 3 GiB (nvcc needs about that for a file with many
-# templates). Ninja's default, cores + 2, exhausts the memory of a machine with 24 GiB and many cores.
+# Limits how many compilers run at once, except for HIP's commands (Hip.cmake): as many as there are cores, if each has 3 GiB (nvcc needs
+# about that for a file with many templates). Ninja's default, cores + 2, exhausts the memory of a machine with 24 GiB and many cores.
 include(ProcessorCount)
 ProcessorCount(cores)
 cmake_host_system_information(RESULT memory_mib QUERY TOTAL_PHYSICAL_MEMORY)

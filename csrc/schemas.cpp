@@ -64,7 +64,8 @@ STABLE_TORCH_LIBRARY(liger_ext, m) {
   // chunk_rows, chunk_classes: the number of rows and classes of logits that exist at a time. gradients: the strategy for the gradients
   // (ops/fused_linear.h). 0: none. 1, deferred: `saved` holds the unreduced gradient of all logits, and the backward runs the matmuls.
   // 2, accumulated: dx, dbias, and dweight's memory with `saved` behind it hold sums of unreduced gradients. 3: recomputed. 4, overlaid:
-  // dweight's memory and `saved` hold the unreduced gradient of the logits. For 2 and 4, the backward_ computes dweight in place.
+  // dweight's memory and `saved` hold the unreduced gradient of the logits of the first chunk_classes classes. For 2 and 4, the backward_
+  // computes dweight in place.
   m.def(
       "fused_linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight, Tensor? normalizer,"
       " Tensor? temperature, int ignore_index, int reduction, float label_smoothing, float lse_square_scale, float? softcap,"

@@ -1,5 +1,5 @@
 """Lists the GPUs of this machine, and for each GPU whether liger_ext's GPU library has machine code, PTX or nothing for
-it. The doctor and tune use the list."""
+it. Also names the driver, the compilers and the CPU's instruction set. The doctor and tune use both."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Finds and loads the native libraries, and explains why the GPU library is not loaded.
 
 ``libliger_ext_cpu.so`` (schemas and the CPU backend) must load. ``libliger_ext_cuda.so`` or ``libliger_ext_hip.so`` is
-loaded if it exists and fits torch. The environment variable ``LIGER_EXT_LIB`` names another folder for the libraries,
-for developers with several builds. Import this module before ``_C``: it raises an error with advice if ``_C`` is
-absent.
+loaded if it exists and fits torch and the driver. The environment variable ``LIGER_EXT_LIB`` names another folder for
+these libraries, for developers with several builds. Import this module before ``_C``: it raises an error with advice if
+``_C`` is absent.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Measures device time on a GPU, for tuning and for the benchmarks.
 
-A call is captured as a CUDA graph, so that its time contains no host time. Before each replay the L2 cache is flushed
-by READING a large buffer: a write would leave dirty lines, whose write-back would count as the op's time. The result is
-the median over replays, with the first and third quartile as the spread.
+``time_graphs`` replays calls that are captured as CUDA graphs, so that a time contains no host time. Before each replay
+it flushes the L2 cache by READING a large buffer: a write would leave dirty lines, whose write-back would count as the
+op's time. The result is the median over replays, with the first and third quartile as the spread.
+``sustained_seconds`` times calls without a graph, back to back.
 """
 
 from __future__ import annotations
@@ -116,7 +117,8 @@ def forward_call(function: Callable, inputs: tuple) -> Callable[[], object]:
 
 
 def backward_call(function: Callable, inputs: tuple) -> Callable[[], object]:
-    """Returns a call of the backward through autograd, with random upstream gradients of all outputs."""
+    """Returns a call of the backward through autograd, with upstream gradients of all outputs: random, or 1 for
+    a scalar."""
     wanted = [t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad]
     outputs = function(*inputs)
     outputs = [t for t in (outputs if isinstance(outputs, tuple) else (outputs,)) if t.requires_grad]

@@ -9,7 +9,7 @@ A result is computed in the accumulator's dtype (float32; float64 for float64) a
                                         the fused loss before the factor of its row (reduction "none")
   + the smallest normal float32         approximate exponentials and reciprocals of GPUs flush smaller values to zero
 
-with ``eps`` of the accumulator's dtype, and ``eps16`` of the dtype of the intermediate value. ``scale`` is the
+with ``eps`` of float32 (float64 for float64), and ``eps16`` of the dtype of the intermediate value. ``scale`` is the
 magnitude of the intermediate values from which the element is computed (``Record.scales``). ``steps`` counts the
 roundings between inputs and result (``Record.roundings``): 1 for each operation; 4 for an exponential, reciprocal
 square root or error function, whose error is at most 2 ulp on every platform; 2 for a reciprocal. Every platform sums a

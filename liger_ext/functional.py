@@ -1,9 +1,10 @@
-"""The public functions. They never write to their inputs, are differentiable, and work under torch.compile.
+"""The public functions. They never write to their inputs; those that call an op are differentiable and work under
+torch.compile.
 
-Each function takes float32, bfloat16 and float16 tensors (float64 on the CPU), and parameters may have another dtype
-than activations. It computes in float32 (float64 for float64 tensors) with one rounding at the end. Options (eps, beta,
-softcap, ...) are numbers, not tensors: a tensor that requires a gradient raises TypeError, and torch.compile accepts no
-tensor for an option.
+Each op takes float32, bfloat16 and float16 tensors (float64 on the CPU), and parameters may have another dtype than
+activations. It computes in float32 (float64 for float64 tensors), mostly with one rounding at the end. Options (eps,
+beta, softcap, ...) are numbers, not tensors: a tensor that requires a gradient raises TypeError, and torch.compile
+accepts no tensor for an option.
 """
 
 from liger_ext import compat as _compat

@@ -1,4 +1,4 @@
-"""The accuracy rule, which limits a result's error by PyTorch's error times a factor, plus half a unit in the last place.
+"""The accuracy rule: a result's error is at most PyTorch's error times a factor, plus half a unit in the last place.
 
 Every output and every gradient is compared with a float64 reference on the same inputs, upcast. PyTorch's own functions
 run on the same inputs, compute in the accumulator's dtype (fp32, or fp64 for fp64), round once, and are compared with
@@ -9,14 +9,16 @@ they run in the inputs' dtypes instead. Element i's error is measured in units o
 
 where ``scale`` is the magnitude of the intermediate values from which the element is computed (by default its row's
 largest value; times sqrt(terms) / 2 for a sum over ``terms`` rows, if that is above 1). In this unit the errors of the
-rounding at the store are uniform in [-1, 1]. "random deviation" is the mean that such errors may have by chance. Then
+rounding at the store are uniform in [-1, 1]. "random deviation" is the mean that such errors may have by chance, plus
+0.05. Then
 
     largest error  <=  1                     +  FACTOR * PyTorch's largest error
     rms error      <=  rms of one rounding   +  FACTOR * PyTorch's rms error
     |mean error|   <=  random deviation      +  FACTOR * |PyTorch's mean error|
 
-The last line, in which errors away from zero count as positive, applies to 16-bit results. It finds truncation, and
-results that are systematically too large or too small. FACTOR and STEPS are the only tolerances.
+The last line, in which errors away from zero count as positive, applies to 16-bit results, except those of the
+fused loss and softmax. It finds truncation, and results that are systematically too large or too small. FACTOR, STEPS
+and this 0.05 are the only tolerances.
 
 In addition, every element must keep the absolute bound of ``bounds.py``, which does not depend on PyTorch or on the
 platform.
@@ -42,8 +44,8 @@ STEPS = {torch.float32: 4, torch.float64: 32}
 @dataclass(frozen=True)
 class Measurement:
     """The error of one output or gradient. ``measure`` is the measure that came closest to its bound; ``error`` and
-    ``bound`` are in units of u. ``share``: the largest error / bound by ``bounds.py``; above 1, ``measure`` is
-    "bound"."""
+    ``bound`` are mostly in units of u. ``share``: the largest error / bound by ``bounds.py``; above 1, the result
+    fails."""
 
     op: str
     what: str

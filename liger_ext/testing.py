@@ -1,4 +1,4 @@
-"""Compares the ops' results with float64 references and with PyTorch's compositions, for the tests and the doctor.
+"""Compares the ops' results with float64 references and PyTorch's compositions, for the tests, the doctor and numerics.
 
 Every result must pass two checks: the rule of ``rule.py``, which compares with PyTorch's own error, and the absolute
 bound of ``bounds.py``, which is the same on every platform. ``compare`` runs an op and PyTorch's composition.

@@ -63,7 +63,7 @@ def install() -> PatchHandle:
 
 
 class _LogProbs:
-    """Replaces ``trl.kernels.ChunkedLogProbFunction``: ``apply`` has its parameters and its results."""
+    """Stands in for ``trl.kernels.ChunkedLogProbFunction``: ``apply`` has its parameters and its results."""
 
     def __init__(self, stock: type[torch.autograd.Function]) -> None:
         self.stock = stock
@@ -102,7 +102,7 @@ class _LogProbs:
 
 
 def _in_range(temperature: object, softcap: float | None, logit_scale: float) -> bool:
-    """Whether these values are in the range of linear_log_probs; with others, TRL's function runs."""
+    """Whether linear_log_probs takes all these values; with others, TRL's function runs."""
     numbers = (temperature, logit_scale, 1.0 if softcap is None else softcap)
     return all(isinstance(number, (int, float)) and 1e-9 <= number <= 1e9 for number in numbers)
 

@@ -134,7 +134,7 @@ def measure_rates(profile: _C.DeviceProfile, driver: str, device: str = "cuda") 
     x = torch.randn(1 << 28, device=device)
     copy = min(_timing.sustained_seconds(partial(torch.ops.liger_ext.stream_copy, x, n)) for n in (1, 2, 4, 8))
     bandwidth = 2 * x.numel() * x.itemsize / copy / COPY_REACHES
-    # One at a time, as the op's kernels.
+    # Each kernel is launched by itself, without a graph, as the fused loss's kernels are.
     launch = _timing.sustained_seconds(partial(torch.zeros(32, device=device).add_, 1))
     return _tuned.Rates(profile.name, driver, matmul_16, matmul_32, bandwidth, launch)
 

@@ -66,9 +66,9 @@ def linear_cross_entropy(
 def install() -> PatchHandle:
     """Runs verl's ``linear_cross_entropy`` in this process on :func:`linear_cross_entropy`.
 
-    Calls with a group of several processes (Megatron's tensor parallelism) still run verl's function, and so do calls
-    of modules that imported the function by name before. If verl's function has other parameters, or other code has
-    replaced it, verl runs unchanged, and a warning gives the reason.
+    Calls with a group of several processes (Megatron's tensor parallelism) or with another reduction still run verl's
+    function, and so do calls of modules that imported the function by name before. If verl's function has other
+    parameters, or other code has replaced it, verl runs unchanged, and a warning gives the reason.
 
     Returns:
         A handle, whose ``.revert()`` restores verl's function. As a context manager it reverts at the end.

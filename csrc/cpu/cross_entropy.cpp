@@ -1,14 +1,16 @@
 // Cross entropy of rows of logits, and its gradient, on the CPU. The loss reads a row once, and the gradient reads it once more.
 //
-// Memory bounds fp32 logits, the exponential bounds 16-bit logits. So each pass computes one exponential per element, and no pass waits for
-// the row's maximum. The loss processes a row in blocks that fit the L1 cache. One pass over a block adds up exp(x' - shift) and finds the
-// block's maximum. The first shift is the maximum of the row's first elements. If a block's maximum exceeds the shift by more than `slack`,
-// it becomes the new shift: the sum so far is rescaled, and the block is processed again. The slack is small, so x' - shift is as precise
-// as x' minus the row's maximum. Sums are fp32 within a block and fp64 across blocks; all arithmetic per row is fp64.
+// Memory bounds fp32 logits, the exponential bounds 16-bit logits. So each pass computes about one exponential per element, and no pass
+// waits for the row's maximum. The loss processes a row in blocks that fit the L1 cache. One pass over a block adds up exp(x' - shift) and
+// finds the block's maximum. The first shift is the maximum of the row's first elements. If a block's maximum exceeds the shift by more
+// than `slack`, it becomes the new shift: the sum so far is rescaled, and the block is processed again. The slack is small, so x' - shift
+// is as precise as x' minus the row's maximum. Sums are fp32 within a block and fp64 across blocks; the loss of a row follows from them in
+// fp64.
 //
 // In place (the fused loss), a row's gradient is computed right after its loss, while the row is in the L2 cache.
 //
-// A logit of -inf is a class of probability 0. NaN and +inf make the row's sum NaN, and so its loss and gradient.
+// A NaN makes the row's sum NaN, and so its loss and gradient. Without softcap, so does +inf, and -inf is a class of probability 0.
+// (Softcap makes both infinities finite.)
 #include "cpu/cross_entropy_rows.h"
 
 namespace liger::cpu::LIGER_ISA {

@@ -1,6 +1,6 @@
 // Cross entropy of a vocabulary in chunks (ranges of classes), on the CPU: the statistics of each row in one chunk, and the merge of all
 // chunks' statistics into losses. The limits of the statistics are the limits of the loss in cross_entropy.cpp: memory for fp32 logits, the
-// exponential for 16-bit logits. The merge reads a few numbers per row. cross_entropy.cpp computes the gradient.
+// exponential for 16-bit logits. The merge reads a few numbers per row and chunk. cross_entropy.cpp computes the gradient.
 #include "cpu/cross_entropy_rows.h"
 
 namespace liger::cpu::LIGER_ISA {

@@ -20,8 +20,8 @@ template <class F> LIGER_INLINE void with_flag(bool flag, F&& f) {
   else f(std::false_type{});
 }
 
-// Returns x, and keeps the compiler from contracting the product that computed x and a later subtraction into a multiply-add. So x' - shift
-// is exactly 0 for the element whose x' is the shift. (clang contracts within one expression only, so it needs no barrier.)
+// Returns x, and keeps gcc (12 or newer) from contracting the product that computed x and a later subtraction into a multiply-add. So
+// x' - shift is exactly 0 for the element whose x' is the shift. (clang contracts within one expression only, so it needs no barrier.)
 template <class V> LIGER_INLINE V rounded(V x) {
 #if __has_builtin(__builtin_assoc_barrier)
   return __builtin_assoc_barrier(x);

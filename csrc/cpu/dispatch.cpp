@@ -47,9 +47,9 @@ Isa isa() {
 }
 
 void throw_no_kernels() {
-  throw std::runtime_error(std::string("liger_ext was built for one instruction set of CPUs, and this is another: ") +
+  throw std::runtime_error(std::string("liger_ext was built for one instruction set of CPUs, and the selected one is another: ") +
                            isa_names[int(isa())] +
-                           ", the best of this machine or LIGER_EXT_CPU_ISA. Build every instruction set: make build");
+                           ", by LIGER_EXT_CPU_ISA or because this machine lacks the other. Build every instruction set: make build");
 }
 
 // The size of the last-level cache. Kernels store larger outputs past the caches (streams() in simd.h). Some virtual machines report no

@@ -1,5 +1,5 @@
-// Runs CPU kernels on torch's threads, in the selected instruction set. Files that are compiled for the baseline (the compiler's default
-// instruction set) include it: dispatch_*.cpp and gemm.cpp. Only these files of csrc/cpu include torch's headers.
+// Runs CPU kernels on torch's threads, in the selected instruction set. Only dispatch*.cpp and gemm.cpp may include it. They are compiled
+// for the baseline (the compiler's default instruction set), as are all files that include torch's headers.
 //
 // A kernel file defines, in the namespace of its build (liger::cpu::baseline, avx2 or avx512),
 //   template <> void run(const Args& args, int64_t begin, int64_t end)   // items begin … end-1; must not throw
@@ -20,10 +20,11 @@ namespace liger::cpu {
 
 enum class Isa { baseline, avx2, avx512 };
 
-// The best instruction set of this machine, or a lower one that LIGER_EXT_CPU_ISA=baseline|avx2|avx512 sets. Selected at the first call.
+// The best instruction set of this machine for which the library has kernels, or a lower one that LIGER_EXT_CPU_ISA=baseline|avx2|avx512
+// sets. Selected at the first call.
 Isa isa();
 
-// A build for one machine (LIGER_EXT_CPU_NATIVE) has the kernels of one instruction set. Throws if isa() is another one.
+// Throws the error for an isa() without kernels: a build for one machine (LIGER_EXT_CPU_NATIVE) has those of one instruction set.
 [[noreturn]] void throw_no_kernels();
 
 namespace baseline {
@@ -51,13 +52,13 @@ template <class Args> Kernel<Args>* kernel() {
   throw_no_kernels();
 }
 
-// parallel_items splits [0, items) among torch's threads. A thread gets at least this many elements, since waking a thread takes
+// parallel_items splits [0, items) among torch's threads. A thread gets about this many elements or more, since waking a thread takes
 // microseconds.
 constexpr int64_t elements_per_task = 32768;
 
-// An output matrix whose pages are mapped shortly before a kernel writes them. glibc maps a new block for every tensor of 32 MiB or more,
-// so the pages of large outputs are new at each call. Faulting them in one by one takes longer than a row op's arithmetic. Mapping half a
-// megabyte at a time is faster (docs/measurements.md), and costs almost nothing if the pages are mapped already.
+// An output matrix. The pages of a large one are mapped shortly before a kernel writes them. glibc maps a new block for every tensor of
+// 32 MiB or more, so the pages of large outputs are new at each call. Faulting them in one by one takes longer than a row op's arithmetic.
+// Mapping half a megabyte at a time is faster (docs/measurements.md), and costs almost nothing if the pages are mapped already.
 class MappedOutput {
  public:
   // Item i writes rows_per_item rows, from row i * rows_per_item on.

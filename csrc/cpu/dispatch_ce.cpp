@@ -30,7 +30,7 @@ template <class F> void with_accumulator(Dtype dtype, const F& f) {
   else f(float{});
 }
 
-// Sums blocks of 1024 terms, in a fixed order: the rounding error of a million terms is as large as the rounding error of about a thousand.
+// Sums blocks of 1024 terms, in a fixed order: a million terms have the rounding error of about two thousand.
 template <class F> double blocked_sum(int64_t n, const F& term) {
   double total = 0;
   for (int64_t first = 0; first < n; first += 1024) {

@@ -11,8 +11,8 @@ void group_norm_forward(const GroupNormForward& a, Stream) {
   parallel_items(a, rows, cols, {{a.y, rows, cols}});
 }
 
-// One partial row per sample: dweight's elements, then dbias's. The kernel writes it even if neither is requested: it is small compared
-// with x.
+// One partial row per sample: dweight's elements, then dbias's. The kernel writes it even if neither is requested: it is usually small
+// compared with x.
 int64_t group_norm_backward_workspace(const GroupNormBackward& a, Stream) {
   return a.shape.batch * 2 * a.shape.all_channels() * dtype_bytes(accumulator(a.x.dtype));
 }

@@ -20,8 +20,8 @@ void sum_partials(const void* partials, int64_t blocks, int64_t stride, int64_t 
 }
 
 // The number of rows of a block; the rows of a block share a partial row. About 128 blocks suffice for the threads of a large machine, and
-// keep the partial rows few compared with the rows. A small problem is one block. A block has at most 32 rows: rounding errors grow with
-// the number of rows that are added in sequence.
+// keep the partial rows few compared with the rows. A small problem has few blocks. A block has at most 32 rows, even if there are
+// then more than 128 blocks: rounding errors grow with the number of rows that are added in sequence.
 int64_t rows_per_block(int64_t rows, int64_t cols) {
   const int64_t enough = std::max({int64_t{4}, ceil_div(rows, 128), ceil_div(elements_per_task, std::max<int64_t>(1, cols))});
   return std::min<int64_t>(enough, 32);

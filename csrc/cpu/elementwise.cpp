@@ -38,7 +38,7 @@ template <> [[gnu::flatten]] void run(const FillRows& a, int64_t begin, int64_t 
 }
 
 // Sums columns begin … end-1. A band of columns is summed over all rows, with its sums in the L1 cache: blocks of 256 rows are added up,
-// then added to the total. So rounding errors grow with the number of row blocks only.
+// then added to the total. So rounding errors grow with the number of blocks, not of rows.
 template <> [[gnu::flatten]] void run(const ColumnSum& a, int64_t begin, int64_t end) {
   constexpr int64_t band = 512, block_rows = 256;
   dispatch_same({a.in.dtype}, [&](auto t, auto acc) {

@@ -4,14 +4,15 @@
 // fp32 and fp64 operands take one call of torch's GEMM. The speed of 16-bit operands depends on the CPU. If the CPU multiplies bf16 or fp16
 // in hardware, torch's GEMM of that type is faster than torch's fp32 GEMM; if not, it is slower by orders of magnitude
 // (docs/measurements.md). So there are three strategies:
-//   direct   The CPU multiplies the type in hardware, and C has the operands' type: one call.
-//   split    The CPU multiplies bf16 in hardware, and C is fp32. A first call rounds the product A B to bf16; a second call computes the
-//            rounding error, A B minus the rounded product, also in bf16. The two bf16 numbers together have 16 bits of mantissa. Their sum
-//            is stored in C, or added to C, in fp32.
+//   direct   The CPU multiplies the type in hardware, and C has the operands' type: one call, or a few (with_padded_rows).
+//   split    The CPU multiplies bf16 in hardware, and C is fp32. For each tile of C, a first call rounds the product A B to bf16; a second
+//            call computes the rounding error, A B minus the rounded product, also in bf16. The two bf16 numbers together have 16 bits of
+//            mantissa. Their sum is stored in C, or added to C, in fp32.
 //   widen    All other cases: the CPU does not multiply the type in hardware; or the operands are fp16 and C is fp32, since a product may
 //            leave fp16's range; or the caller sets all_bits (kernels/gemm.h) for a C with the full precision of fp32. Tiles of the
 //            operands are converted to fp32 and multiplied in fp32. A 16-bit C is rounded once, after the sum over all of k.
-// The strategy follows from the types and the CPU's features, not from a timing, so that the same input has the same bits in every run.
+// The strategy follows from the types, all_bits and the selected instruction set, not from a timing, so that the same input has the same
+// bits in every run. Only with avx512 (cpu/dispatch.h) does a CPU count as one that multiplies 16-bit types in hardware.
 #include "kernels/gemm.h"
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>

@@ -1,5 +1,5 @@
-// The generalised Jensen-Shannon divergence on the CPU. Forward and backward each read a row of the student and of the teacher once. Both
-// are bound by the exponentials and the logarithm of each element.
+// The generalised Jensen-Shannon divergence on the CPU. Forward and backward each read a row of the student and of the teacher once. For
+// 0 < beta < 1, both are bound by the exponentials and the logarithm of each element.
 #include "kernels/jsd.h"
 
 #include <type_traits>

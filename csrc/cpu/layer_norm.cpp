@@ -1,7 +1,7 @@
 // LayerNorm on the CPU: bound by memory. The forward has three passes over a row: the mean, the sum of (x - mean)^2, and y. Subtracting the
 // mean before squaring avoids cancellation if the mean is large. The second and third pass read the row from L1 or L2; the third prefetches
-// the next row. The backward reads its two inputs, dy and z, twice: for the sums over the row, and to compute dz. Each block of rows sums
-// dweight and dbias in two partial rows (cpu/partials.h).
+// the next row. The backward reads dy and z twice: for the sums over the row, and to compute dz. Each block of rows sums dweight and
+// dbias in two partial rows (cpu/partials.h).
 #include "cpu/partials.h"
 #include "cpu/simd.h"
 #include "kernels/norms.h"

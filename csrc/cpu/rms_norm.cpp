@@ -1,6 +1,6 @@
 // RMSNorm on the CPU: bound by memory. The forward reads a row twice: for the sum of squares, and to normalise it. The second pass reads
-// the row from L1 or L2 and prefetches the next row, so that memory does not idle meanwhile. The backward reads its two inputs, dy and z,
-// twice: for a sum over the row, and to compute dz, with the same prefetch. Each block of rows sums dweight in one partial row
+// the row from L1 or L2 and prefetches the next row, so that memory does not idle meanwhile. The backward reads dy and z twice: for a
+// sum over the row, and to compute dz, with the same prefetch. Each block of rows sums dweight in one partial row
 // (cpu/partials.h).
 #include "cpu/partials.h"
 #include "cpu/simd.h"

@@ -1,5 +1,5 @@
 // Vectors, conversions and loops for the CPU kernels: one source for every instruction set, by the compiler's vector
-// extensions. Only files that are compiled once per instruction set (cmake/Cpu.cmake) include it. Everything here is in that build's
+// extensions. Only files that are compiled once per instruction set (cmake/Cpu.cmake) include it. All definitions here are in that build's
 // namespace, liger::cpu::LIGER_ISA: the linker would merge an inline function that two builds share, and the AVX-512 copy could run
 // on a machine without AVX-512.
 //
@@ -11,10 +11,10 @@
 //   columns<A>(cols, f)           calls f(j, n) for each vector of a row. n is Whole, or Part at the end: pass it on to load and
 //                                 store. Lanes past the end are loaded as 0 and not stored
 //   sum_columns<A, N>(cols, f)    N sums at once of the terms[N] that f(j, n, terms) computes; fixed order, in groups
-//   max_columns<A>(cols, f)       the largest of all f(j, n); ignores NaN (a sum of exponentials does not)
+//   max_columns<A>(cols, f)       the largest of all f(j, n); if some are NaN, the largest of only some of the others, or -inf
 //   masked(n, v, other)           v in lanes before the end of the row, `other` in lanes past it
 //   round_to(out, v), round_as<T>(v)   v after a store to `out` (as T) and a load
-//   Math<A>                       exp, tanh, normal_cdf on vec<A>, for math/*.h; and scalar log, exp, sqrt
+//   Math<A>                       exp, tanh, normal_cdf on vec<A>, for math/*.h; and scalar log, exp_scalar, sqrt
 //   dispatch(dtype, f)            calls f(T{}); accumulator_type<T> is the compute type A of T
 //   dispatch_same({dtypes…}, f)   calls f(T{}, A{}), with T = any when the dtypes differ
 //   with_param<T>(vector, fill, f)   calls f(In<…>) for a parameter of dtype T or another dtype, or absent (all `fill`)
@@ -23,7 +23,7 @@
 //   prefetch(in, j)               prefetches the cache line of element j
 //
 // A kernel is a specialisation of  template <class Args> void run(const Args&, int64_t begin, int64_t end)  for its arguments'
-// type (see cpu/dispatch.h); mark it [[gnu::flatten]], so that the lambdas in it are inlined.
+// type (see cpu/dispatch.h). Mark the function with its loops [[gnu::flatten]], so that the lambdas in it are inlined.
 #pragma once
 #include "cpu/simd_types.h"
 
@@ -119,7 +119,7 @@ template <class A, class T, class N> LIGER_INLINE vec<A> load(const In<T>& in, i
   else return load<A>(in.data + j, n);
 }
 
-// A store that bypasses the caches; `to` must be aligned to the vector's size.
+// A store that bypasses the caches on x86; `to` must be aligned to the vector's size.
 template <class V> LIGER_INLINE void stream_bytes(void* to, V v) {
 #if defined(__AVX512F__)
   if constexpr (sizeof(V) == 64) return _mm512_stream_si512(static_cast<__m512i*>(to), bit_cast<__m512i>(v));

@@ -35,7 +35,7 @@ struct SumColumns {
 #pragma unroll
         for (int k = 0; k < in_flight; ++k) v[k] = row + k * groups < a.partial.rows ? at[k * step] : 0;
 #pragma unroll
-        for (int half = in_flight / 2; half > 0; half /= 2)  // pairwise: fewer roundings than one after another
+        for (int half = in_flight / 2; half > 0; half /= 2)  // pairwise: a smaller rounding error than one after another
 #pragma unroll
           for (int k = 0; k < half; ++k) v[k] += v[k + half];
         sum += v[0];

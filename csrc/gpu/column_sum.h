@@ -1,7 +1,7 @@
-// The last step of every column sum (dweight, dbias). The kernel before it writes partial rows in fp32, one per block; a second kernel,
-// spread over the whole device, adds them up in a fixed order. Where the hardware allows it (programmatic dependent launch), the second
-// kernel starts while the first kernel still runs, and waits for the partial rows. For this, the first kernel may call
-// let_next_kernel_start() once it has read its inputs.
+// The last step of most column sums (dweight and dbias of the norms, dbias of the fused loss). The kernel before it writes partial rows in
+// fp32; a second kernel, spread over the whole device, adds them up in a fixed order. The second kernel starts while the first kernel still
+// runs, and waits for the partial rows, if the hardware allows it (programmatic dependent launch) and the first kernel calls
+// let_next_kernel_start(), as NormBackwardRegisters does.
 #pragma once
 #include "gpu/device.h"
 #include "kernels/types.h"

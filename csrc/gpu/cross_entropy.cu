@@ -1,10 +1,10 @@
 // Cross entropy of rows of logits: the losses of each row (Forward), and the gradient of the logits (Backward). kernels/cross_entropy.h has
 // the formulas.
 //
-// Memory bandwidth bounds both kernels: a row of 128256 bf16 logits has 256 KB. A thread group of at most one block processes a row. Each
-// thread loads 16-byte vectors that are one group width apart, with several loads in flight. The forward keeps an online maximum and sum
-// per thread, so that it reads the row once, and the group exchanges values only at the end of the row. The backward has the log-sum-exp as
-// an input and exchanges nothing.
+// Memory bandwidth bounds both kernels: a row of 128256 bf16 logits has 256 KB. In the forward a thread group of at most one block
+// processes a row. Each thread loads 16-byte vectors that are one group width apart, with several loads in flight. It keeps an online
+// maximum and sum, so that the row is read once, and the group exchanges values only at the end of the row. The backward has the
+// log-sum-exp as an input, so its threads exchange nothing, and it processes tiles of rows (tiles.h).
 //
 // Rows may begin at any address (an odd vocabulary size): the elements before the first aligned vector and behind the last whole vector are
 // accessed singly, at most one per thread. The backward accesses whole rows element by element only if the rows of the gradient and of the
@@ -48,7 +48,7 @@ template <class T, int N, bool Full, int Threads> struct Forward {
       statistics.add(a, x, columns.single, want_best);
     }
     statistics.merge(group);
-    wait_for_previous_kernel();  // it writes the counts
+    wait_for_previous_kernel();  // it may be the one that writes the counts
     if (group.index == 0 && row.live) {
       const float log_sum = statistics.log_sum();
       write_losses(a, args.out, row, statistics.weighted, statistics.best_column, LogSumExp::compute<T>(statistics, log_sum),
@@ -125,10 +125,10 @@ void cross_entropy_backward(const CrossEntropyBackward& op, Stream stream) {
         stream);
   };
   with_logits<launch::cross_entropy_backward_kernel>(config, op.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
-    constexpr bool in_place = Full && I.vec > 1;  // log-probabilities: dlogits overwrites the logits, in vectors
+    constexpr bool in_place = Full && I.vec > 1;  // for log-probabilities, whose dlogits overwrites the logits
     if constexpr (in_place)
       if (tokens) return launch_it.template operator()<T, I.vec, true, true>();
-    require(!tokens, op.op, ": no kernel for a gradient of log-probabilities beside its logits");
+    require(!tokens, op.op, ": the gradient of log-probabilities requires logits and dlogits of the same alignment");
     launch_it.template operator()<T, I.vec, Full, false>();
   });
 }

@@ -1,16 +1,17 @@
 // The fused loss's kernels: they compute the losses of rows of logits, and overwrite the logits by their gradient.
 //
-// Memory bandwidth bounds them: each row is read once and written once. But the gradient needs the row again after the row's sum, and a row
-// of 128256 bf16 logits has 256 KB. The second limit is the special function units: two exponentials per element take half of their
-// throughput at full clocks.
-// InPlaceHeld: a block holds a row, or up to eight blocks do where there are clusters: 8 vectors per thread in registers, the rest of
-// longer rows in shared memory. The hardware starts the blocks of a row as earlier blocks end, so the blocks of a multiprocessor are at
-// different points of their rows, and memory is always busy. Instructions per element are few: no loop tests columns, since elements past
-// the end of the row are -inf, and no loop multiplies by the gradient's factor, which is part of the exponent. Options that cost
-// instructions per element (Full) leave registers for 4 vectors.
-// InPlace, for rows that cannot be held: very short rows, unaligned rows, and long rows where there are no clusters. A thread copies the
-// vectors that it reads to shared memory, up to the plan's number of slots, and computes their gradient from there. It reads the other
-// vectors from global memory again; the plan limits them, over all rows in flight, to what fits the L2.
+// Memory bandwidth bounds them: ideally each row is read once and written once. But the gradient needs the row again after the row's sum,
+// and a row of 128256 bf16 logits has 256 KB. The second limit is the special function units: two exponentials per element take half of
+// their throughput at full clocks.
+// InPlaceHeld: a block holds a row or several short ones, or up to eight blocks hold a row where there are clusters: up to 8 vectors per
+// thread in registers, the rest of longer rows in shared memory. The hardware starts the blocks of a row as earlier blocks end, so the
+// blocks of a multiprocessor are at different points of their rows, and memory is always busy. Instructions per element are few: the sums
+// of a loss without options test no columns of the vectors in registers, since elements past the end of the row are -inf, and no
+// loop multiplies by its gradient's factor, which is part of the exponent (of 16-bit logits). Options (Full) leave registers for 4 vectors.
+// InPlace, for the other rows: very short rows, unaligned rows, rows that are too long (mostly where there are no clusters), and rows of a
+// loss with options if the logits are fp32 or there are no clusters. A thread copies the vectors that it reads to shared memory, up to the
+// plan's number of slots, and computes their gradient from there. It reads the other vectors again, from the L2 if possible: for this the
+// plan limits how many rows are in flight.
 #include "gpu/held_arguments.h"
 
 namespace liger::gpu {

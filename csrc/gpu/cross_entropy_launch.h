@@ -1,4 +1,4 @@
-// Functions that all kernels over rows of logits share: the conversion of an op's arguments (kernels/cross_entropy.h) to the kernels'
+// Functions that the kernels over rows of logits share: the conversion of an op's arguments (kernels/cross_entropy.h) to the kernels'
 // arguments, the selection of the kernel instance, and the stores of a row's results.
 #pragma once
 #include "gpu/cross_entropy_rows.h"
@@ -52,8 +52,8 @@ template <class T> LIGER_DEVICE float row_token(const LogitRows& a, float negati
   return a.token_scaling ? exp_as<T>(-negative_log) : 1.f;
 }
 
-// Computes and stores a row's results; one thread of the row calls it. weighted, best: from RowStatistics, over all classes; negative_log =
-// lse - x'[target].
+// Computes and stores a row's results except moments; one thread of the row calls it. weighted: sum of w[j] * (x'[j] - x'[target]), for
+// label smoothing; best: the argmax, for predictions; negative_log = lse - x'[target].
 template <class T, bool Full, bool Tokens>
 LIGER_DEVICE void write_losses(const LogitRows& a, const RowOutputs& out, const LogitRow<T, Full, Tokens>& row, float weighted,
                                int64_t best, const LogSumExp& lse, float negative_log) {

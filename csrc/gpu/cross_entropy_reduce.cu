@@ -1,10 +1,10 @@
-// The sums over all rows that cross entropy needs. Before the pass over the logits: the number of rows that count (cross_entropy_counts).
-// After the pass: the loss (cross_entropy_reduce).
+// The sums over all rows that cross entropy needs. Before the pass over the logits, if a row's result depends on them: the counts
+// (cross_entropy_counts). After the pass: the loss (cross_entropy_reduce), and the counts if they are not computed yet.
 //
-// Latency bounds these kernels, since there are only a few bytes per row. One block processes all rows: each thread sums some of them, with
-// several loads in flight, and the block adds up the threads' sums in a fixed order. So there are no atomics and no second kernel, and
-// results have the same bits in every run. A thread sums a batch of rows in fp32 and the batches in fp64, so that a sum over millions of
-// rows has full fp32 precision.
+// Latency bounds these kernels, since there are only a few bytes per row. One block computes a sum over all rows: each thread sums some
+// rows, with several loads in flight, and the block adds up the threads' sums in a fixed order. So there are no atomics and no second
+// kernel, and results have the same bits in every run. A thread sums a batch of rows in fp32 and the batches in fp64, so that a sum over
+// millions of rows has full fp32 precision.
 #include "gpu/device.h"
 #include "gpu/rows.h"
 #include "kernels/cross_entropy.h"
@@ -16,7 +16,7 @@ namespace {
 constexpr int in_flight = 8;
 using Counts = CrossEntropyCounts;
 
-// Sums N values over the block; only thread 0 has the result.
+// Sums N values over the block; thread 0 has the result.
 template <int N> LIGER_DEVICE void block_sum(double (&v)[N]) {
   const Shared<double> warp_sums = shared<double>(0);
   const auto over_warp = [&] {
@@ -138,7 +138,7 @@ struct CountTargets {
   }
 };
 
-// With programmatic dependent launch this kernel starts while the kernel over the rows still runs, and counts the targets meanwhile.
+// With programmatic dependent launch this kernel may start while the kernel over the rows still runs, and counts the targets meanwhile.
 struct SumLosses {
   struct Args {
     CountTargets::Args counting;

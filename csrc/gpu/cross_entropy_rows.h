@@ -11,7 +11,7 @@ template <class T, int N> LIGER_DEVICE void widen(float (&out)[N], const Packed<
   for (int j = 0; j < N; ++j) out[j] = in[j];
 }
 
-// Records the first target that is out of range, and ignores later ones. The host reads the complete record (state 2) at its next call.
+// Records the first target that is out of range, and ignores later ones. The host reads the complete record (state 2) in a later op.
 LIGER_DEVICE void report_bad_target(const TargetReport& report, int64_t row, int64_t target, int64_t vocab) {
   TargetRecord* record = report.record;
   if (record == nullptr || atomic_claim(&record->state) != 0) return;
@@ -89,7 +89,7 @@ template <class T, bool Full, bool Tokens = false> struct LogitRow {
   }
 
  private:
-  // Not converted at the load: the thread waits for the load at the first conversion, which comes after the loop over the row.
+  // Not converted at the load: the thread waits for the load at the first conversion, which mostly comes after the loop over the row.
   T raw_logit = {};
 };
 
@@ -143,7 +143,7 @@ template <class T, int N> struct RowWalk : RowParts<N> {
 // The statistics of a row: max, and the sum of exp(x' - max), in one pass. A logit replaces the maximum only if the logit is larger by more
 // than `slack`: terms of the sum may be as large as exp(slack), and after the first vectors the sum is hardly ever rescaled. (For fp32 the
 // slack is small, because the difference of a logit and a maximum far below it would be rounded.) base() avoids the difference -inf - -inf;
-// NaN and +inf reach the sum as NaN. `rounded_off` collects the rounding errors of an fp32 row's additions, for one addition at the end.
+// NaN and +inf reach the sum as NaN. `rounded_off` collects the rounding errors of an fp32 row's additions, and is seldom added to the sum.
 // Full: also the sum of w[j] * (x'[j] - anchor), where the anchor keeps sums of large logits from overflowing, and the first of the largest
 // logits (or the first NaN, as torch.argmax). Before merge() the sum lacks Exp's correction() for its base.
 template <class T, bool Full, bool Tokens = false> struct RowStatistics : Exponentials {
@@ -197,7 +197,7 @@ template <class T, bool Full, bool Tokens = false> struct RowStatistics : Expone
     sum = total;
   }
 
-  // Aligned: the weights' vectors are aligned to their size.
+  // Aligned: the weights' vectors are aligned as Vec requires.
   template <bool Aligned = false, int N> LIGER_DEVICE static void class_weights(const LogitRows& a, float (&w)[N], int column) {
     if (a.class_weight.data) {
       with_dtype(a.class_weight.dtype, [&](auto tag) {

@@ -2,7 +2,7 @@
 //
 // It holds rows as InPlaceHeld in cross_entropy_in_place.cu does, in one matrix or several. It is a kernel of its own because a row of
 // log-probabilities also needs a factor of its logits (logit_scale / temperature), and sums for the entropy, the mean and log(sum(p^2)).
-// Separate passes for the chunks' statistics, their merge and the gradient (cross_entropy_chunks.cu) would read a row once more, and are
+// Separate passes for the chunks' statistics, their merge (cross_entropy_chunks.cu) and the gradient would read a row once more, and are
 // slower. The factor is part of the exponents' slope and costs nothing. The entropy costs one multiply-add and one maximum per element,
 // since the exponents of 2 are already in registers:
 //   entropy = log(S) - ln(2) * M / S  with  t = (x - max) * factor * log2(e),  S = sum(2^t),  M = sum(2^t * t).

@@ -1,4 +1,4 @@
-// Host code only: reads device profiles, throws the errors of launches, and raises the bad target that a kernel recorded.
+// Host code: reads device profiles, throws the errors of launches, and raises the error of a bad target that a kernel recorded.
 #include "gpu/device.h"
 
 #include <atomic>

@@ -16,7 +16,7 @@ const launch::DeviceProfile& device_profile(int device);
 std::string device_failure();
 
 // One record per process, in pinned memory that all devices see; the first bad target wins. A kernel claims the record, fills it in and
-// publishes it. The host raises the error at the next eager call. Nothing synchronises.
+// publishes it. The host raises the error when it starts a later op. Nothing synchronises.
 struct TargetRecord {
   int state;        // 0 empty, 1 claimed, 2 complete
   int device;

@@ -1,5 +1,5 @@
-// The small passes between the fused loss's matmuls. All but scalar_product are bound by memory: they read and write each element once, in
-// vectors of eight elements (single elements where rows are not aligned), and each thread has several loads in flight.
+// The small passes between the fused loss's matmuls. All but scalar_product are bound by memory: they access each element of a matrix once,
+// in vectors of eight elements (single elements where rows are not aligned), and each thread has several loads in flight.
 //
 // scale_cast, fill_rows: tiles of rows (tiles.h). column_sum: a thread owns a vector of columns and a range of rows. The sums over a range
 // of rows are an fp32 partial row, and column_sum.h adds up the partial rows. scalar_product: one block.

@@ -7,12 +7,12 @@
 // can be captured in a CUDA graph.
 //
 // With a bias, an fp32 C is first filled with the bias, and the product is added to it. A 16-bit C would be rounded twice in this way,
-// because cuBLAS rounds the product before the addition. So for a 16-bit C cublasLt adds the bias in its epilogue, in fp32. cublasLt
-// receives no workspace, since the workspace of torch's handle belongs to cuBLAS, and therefore never splits k.
+// because cuBLAS rounds the product before the addition. So for a 16-bit C cublasLt, if it has an algorithm for the product, adds the bias
+// in its epilogue, in fp32. cublasLt receives no workspace, since the workspace of torch's handle belongs to cuBLAS: so it never splits k.
 //
 // If a dimension along which a 16-bit matrix is contiguous is no multiple of 8 (an odd vocabulary size), cuBLAS selects kernels for
-// unaligned matrices, whatever the stride. They are several times slower (docs/measurements.md). So split() divides the product along this
-// dimension into two products: for a multiple of 8, and for the remainder.
+// unaligned matrices, whatever the stride. They are several times slower (docs/measurements.md). So split() divides most such products
+// along this dimension, if it is long, into two products: for a multiple of 8, and for the remainder.
 #include <algorithm>
 #include <limits>
 
@@ -158,7 +158,8 @@ uint32_t alignment(const void* data) {
   return uint32_t(bits & -bits);
 }
 
-// Queues a product of 16-bit matrices with a bias. Returns false if there is no cublasLt, or if it has no algorithm for this product.
+// Queues a product of 16-bit matrices with a bias. Returns false if cublasLt cannot compute it: there is none, or it has no
+// algorithm for this product.
 bool gemm_with_bias(const LtLibrary& lt, blas::Handle handle, const Gemm& op, Stream stream) {
   if (!lt || dtype_bytes(op.c_dtype) != 2 || op.k == 0) return false;
   const int type = blas_type(op.c_dtype);
@@ -240,7 +241,7 @@ void gemm(const Gemm& op, Stream stream) {
     return;
   }
 
-  // Whether the library reads alpha and beta from host or device memory.
+  // Makes the library read alpha and beta from host or from device memory.
   const ModeGuard pointers(handle, library.get_pointer_mode, library.set_pointer_mode,
                            [&](int) { return op.alpha ? blas::device : blas::host; });
   const ModeGuard sums(handle, library.get_math_mode, library.set_math_mode,

@@ -1,7 +1,7 @@
-// Gated activations (SwiGLU, GeGLU): h = act(gate) * up. Bound by memory: forward reads gate and up and writes h; backward reads dh, gate
-// and up and writes dgate, dup and optionally h, in place of dh. Each tensor is accessed once. A tile (tiles.h) is block_threads() * K
-// vectors of one row, or of a few short rows, and a thread issues all of its loads before it uses the first value. Tensors without gaps
-// between rows are one long row.
+// Gated activations (SwiGLU, GeGLU): h = act(gate) * up, and multipliers (kernels/glu.h). Bound by memory: forward reads gate and up and
+// writes h; backward reads dh, gate and up and writes dgate, dup and optionally h, in place of dh. Each tensor is accessed once. A block
+// processes block_threads() * K vectors of one row, or of several short rows (tiles.h), and a thread issues all of its loads before it uses
+// the first value. Tensors without gaps between rows are one long row.
 //
 // All three activations are x * s(x), with the derivative s + x * s'. s is sigmoid(x) (silu), sigmoid(2u) with u = sqrt(2 / pi) * (x +
 // 0.044715 x^3) (gelu by tanh: (1 + tanh(u)) / 2 = sigmoid(2u), without the cancellation), or the normal distribution function (gelu).

@@ -63,8 +63,8 @@ LIGER_DEVICE void load_channels(float (&out)[K], const Vector& parameter, float 
   });
 }
 
-// Sums of dy * n and of dy over channels. Shared memory holds a pair of sums for each vector of the block; total() adds up the pairs of
-// each channel.
+// The sums of dy * n and of dy of each channel. Shared memory holds a pair of sums for each vector of the block; total() adds up the pairs
+// of each channel.
 struct ChannelSums {
   static constexpr int offset(int cluster) { return launch::reduction_bytes(2, cluster); }
   Shared<Vec<float, 2>> pairs;

@@ -1,13 +1,14 @@
 // The backward of GroupNorm. Bound by memory: where a block, or a cluster of blocks, holds a group of dy and x, both are read once and dx
-// is written once (GroupNormBackwardRegisters). Longer groups are cut into parts of channels: one kernel computes the sums of each part
-// (GroupNormBackwardSums), and a second one reads the parts again and writes dx (GroupNormBackwardApply).
+// is written once (GroupNormBackwardRegisters). Longer groups are cut into parts, each of which lies in one channel or has whole
+// channels: one kernel computes the sums of each part (GroupNormBackwardSums), and a second one reads the parts again and writes dx
+// (GroupNormBackwardApply).
 //
 //   n = (x - mean) * rstd,  g = dy * weight[channel],  dx = rstd * (g - mean(g) - n * mean(g * n))
 //   dweight[channel] = sum of dy * n,  dbias[channel] = sum of dy
 //
-// A vector lies in one channel. Its sums of dy * n and of dy, multiplied by the weight, are terms of the group's means. The same sums go to
-// shared memory, where lanes add up the sums of each channel in a fixed order. So there is a partial row with the sums of all channels for
-// each sample and each block that has a part of a channel, and column_sum.h adds up the partial rows.
+// A vector lies in one channel. Its sums of dy * n and of dy, multiplied by the weight, are terms of the group's means. Without the weight
+// they are terms of the channel's sums, which a block adds up in a fixed order. Each sample has partial rows with the sums of all channels,
+// one for each of the blocks that may share a channel, and column_sum.h adds up the partial rows.
 #pragma once
 #include "gpu/group_norm.h"
 

@@ -60,7 +60,7 @@ template <class T, int VEC, int K> struct GroupNormRegisters {
   static constexpr int max_threads = launch::group_norm_registers.instance(VEC, K).max_threads,
                        min_blocks = VEC > 1 && K == launch::group_norm_k ? 2 : 1, min_waves = max_threads / 256;
   static constexpr int Together = K < 4 ? K : 4;  // vectors whose parameters are loaded together
-  // Whether the parameters are loaded with the row, before its moments are computed: the thread then waits for both at once.
+  // True: the parameters are loaded with the row, before its moments are computed, so that the thread waits for both at once.
   static constexpr bool with_row = VEC == 1 || K < 4;
   static LIGER_DEVICE void run(const Args& a) {
     BasicRowGroup<0, (VEC > 1 && K == launch::group_norm_k)> group(a.threads_per_row);
@@ -101,7 +101,7 @@ template <class T, int VEC, int K> struct GroupNormRegisters {
   }
 };
 
-// Count, mean and sum of squared deviations from it (Chan, Golub and LeVeque: Algorithms for Computing the Sample Variance, 1983).
+// Count, mean and sum of squared deviations from the mean (Chan, Golub and LeVeque: Algorithms for Computing the Sample Variance, 1983).
 struct Moments {
   float count = 0, mean = 0, squares = 0;
 
@@ -129,7 +129,7 @@ struct Moments {
         for (int i = 0; i < VEC; ++i) batch_squares += (x[k][i] - batch_mean) * (x[k][i] - batch_mean);
     join(here, batch_mean, batch_squares);
   }
-  // Replaces this thread's moments by the moments of all threads of the block, which have `total` elements together.
+  // Replaces this thread's mean and squares by those of all threads of the block, which have `total` elements together.
   LIGER_DEVICE void merge(RowGroup& group, float total) {
     const float all = group.sum(count * mean) / total;
     squares = group.sum(squares + count * (mean - all) * (mean - all));

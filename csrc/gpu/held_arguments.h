@@ -13,8 +13,7 @@ struct InPlaceArgs {
   int shared_offset;  // byte offset, in shared memory, of the vectors that threads keep there
 };
 struct HeldArgs : InPlaceArgs {
-  float min_valid_to_load_early;  // if at least this many targets of the batch are classes (not ignored), rows are loaded before their
-                                  // targets arrive
+  float min_valid_to_load_early;  // if at least this many targets of the batch are not ignored, rows are loaded before their targets arrive
 
   template <class T> LIGER_DEVICE WholeRow<T> logits(int row) const { return {const_cast<void*>(rows.logits), rows.stride, row}; }
   LIGER_DEVICE int columns() const { return int(rows.vocab); }

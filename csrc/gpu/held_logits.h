@@ -58,8 +58,8 @@ template <class T> class RowInChunks {
 };
 
 // A thread's part of a row: vectors (HeldVectors), and at most one of the single elements behind the row's whole vectors. Vectors in
-// registers that lie past the end of the row are -inf, which adds nothing to a sum of exponentials and raises no maximum: so no loop before
-// the stores tests for the end of the row.
+// registers that lie past the end of the row are -inf, which adds nothing to a sum of exponentials and raises no maximum: so largest() and
+// add() do not test them for the end of the row.
 template <class T, int N, int K, class Row> class HeldLogits {
  public:
   // Starts the loads of the vectors. cols: 0 if the row need not be loaded. shared_offset: bytes; the vectors in shared memory begin there.

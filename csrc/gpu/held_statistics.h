@@ -47,7 +47,7 @@ template <class T, class Held> LIGER_DEVICE void replace_by_probabilities(Held& 
   }
 }
 
-// x[j] = softcap(x[j]) * log2(e): exponents of 2. The sums, the gradients and the target's logit of a row are all computed from these
+// x[j] = softcap(x[j]) * log2(e): exponents of 2. The sum of exponentials and the target's logit of a row are both computed from these
 // values, so that a probability of 1 has a loss of 0.
 template <class T, int N> LIGER_DEVICE void capped_exponents(const LogitRows& a, float (&x)[N]) {
   scaled_tanh<T>(a, x);

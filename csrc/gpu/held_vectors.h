@@ -16,8 +16,8 @@ template <int N, class F> LIGER_DEVICE auto for_all_matrices(F f) {
 // A thread's vectors of a row, or of the same row of N matrices with the same columns: the first K vectors of each matrix are in registers,
 // the others in shared memory that no other thread uses. No thread reads another thread's vectors, so the passes over a row need no barrier
 // between them.
-// Limited: loops over the vectors also end at `most`, the largest number of vectors of each matrix. `columns` ends there, too, but a loop
-// with two conditions takes fewer registers: with one condition, or with both in a function, softmax's backward spills.
+// Limited: loops over the vectors in shared memory also end at `most`, the largest number of vectors of each matrix. `columns` ends there,
+// too, but a loop with two conditions takes fewer registers: with one condition, or with both in a function, softmax's backward spills.
 template <class T, int VEC, int K, int N = 1, bool Limited = false> struct HeldVectors {
   using Vector = Packed<T, VEC>;
   Columns<VEC, K> columns;  // of all vectors, including those in shared memory

@@ -11,8 +11,8 @@
 // and successive blocks process successive tiles.
 //
 // Rows may begin at any address, as in cross_entropy.cu: the elements before the first aligned vector and behind the last whole vector are
-// accessed singly. Vectors are possible only if the rows of student, teacher and gradient have the same offset modulo 16 bytes; otherwise
-// every element is accessed singly. cross_entropy_reduce.cu computes the mean of the rows' divergences.
+// accessed singly. Vectors are possible only if the rows of student, teacher and (in the backward) gradient have the same offset modulo
+// 16 bytes; otherwise every element is accessed singly. cross_entropy_reduce.cu computes the mean of the rows' divergences.
 #include "kernels/jsd.h"
 
 #include <initializer_list>

@@ -1,10 +1,10 @@
 // One column's term of the generalised Jensen-Shannon divergence (kernels/jsd.h) and of its gradient, as templates that CPU vectors and GPU
-// scalars share. The template arguments V and M (the backend's arithmetic) are as in math/activation.h; M provides exp(V), and log(V) for
-// arguments from the smallest normal number to 0.8.
+// scalars share. The template arguments V and M (the backend's arithmetic) are as in math/activation.h. M provides exp(V), the logarithm of
+// the mixture, log_mixture(m, rest, c, t, e) with the names of JsdMixture, and log(V) if its log_mixture calls a function of this file.
 //
 // In formulas, M is the mixture beta * P + (1 - beta) * Q of kernels/jsd.h. For nearly equal probabilities, y - log M in the definition of
 // the divergence cancels. Here log M is computed relative to the larger log-probability: with t = |x - y|, and c the weight in the mixture
-// of the smaller probability, log M = max(x, y) + log1p(c * expm1(-t)). The second term keeps its full relative precision.
+// of the smaller probability, log M = max(x, y) + log1p(c * expm1(-t)). The second term keeps its relative precision.
 #pragma once
 #include "math/qualifiers.h"
 
@@ -22,7 +22,7 @@ template <class M, class V> LIGER_FN V floored(V v) {
   return v < floor ? floor : v;
 }
 
-// beta and 1 - beta, each at least the smallest normal number, so that M is never 0.
+// beta and 1 - beta, each at least fp32's smallest normal number (rounded up), so that JsdMixture::m is never 0.
 template <class S> struct JsdWeights {
   S p, q;
   explicit JsdWeights(double beta) : p(at_least_normal(S(beta))), q(at_least_normal(S(1 - beta))) {}
@@ -45,8 +45,8 @@ template <class M, class V> struct JsdMixture {
   }
 };
 
-// log1p(c * expm1(-t)) in fp32, where e = exp(-t) and m = 1 - c + c * e, by polynomials with a relative error of 5e-9. `far` is always
-// computed: with a branch per element, a GPU could not compute several elements at once.
+// log1p(c * expm1(-t)) in fp32, where e = exp(-t) and m = 1 - c + c * e: log(m) for m up to 0.75, else polynomials with a relative error of
+// 5e-9. `far` is always computed: with a branch per element, a GPU could not compute several elements at once.
 template <class M, class V> LIGER_FN V log_mixture(V m, V c, V t, V e) {
   const V far = M::log(m);
   const V small = ((((-1.12372e-3f * t + 8.19e-3f) * t - 4.163024e-2f) * t + 1.6666245e-1f) * t - 4.9999982e-1f) * t + 1.f;

@@ -1,6 +1,6 @@
-// The tensor type with which csrc/checks is compiled for Python: it refers to a Python tensor, which may have no data (fake or meta), and has the
-// functions that the checks call. It reads sizes, strides, dtype and device from Python's attributes, since this module does not depend on
-// torch.
+// The tensor type with which csrc/checks is compiled for Python: it refers to a Python tensor, which may have no data (fake or meta), and
+// has the functions that the checks call. It reads sizes, strides, dtype and device from Python's attributes, since this module does not
+// depend on torch.
 #pragma once
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

@@ -1,7 +1,7 @@
 """Layers with which the package `kernels` replaces the `forward` of transformers' modules.
 
 `kernels` binds a layer's `forward` to a module of transformers: `self` is that module, and `type(self)` is its class.
-If `liger_ext.models.recognise` knows the class's code, the layer computes the same with liger_ext's ops; otherwise it
+If `liger_ext.models.recognise` finds the class's code, the layer computes the same with liger_ext's ops; otherwise it
 calls the class's `forward`. `kernels` permits two members in a layer: `forward`, and `can_torch_compile`.
 """
 

@@ -3,7 +3,7 @@
 `install` adds a finder to Python's imports. The finder creates a module of ``MODULES`` when it is imported. Every
 module has the same names:
 
-- the classes and functions of ``liger_ext``;
+- the classes and functions of ``liger_ext`` that have Liger-Kernel's names;
 - names that only Liger-Kernel has, from ``chunked_loss.py``, ``ops.py``, ``transformers.py`` and ``utils.py`` beside
   this file;
 - placeholders for all other names with Liger-Kernel's prefixes. Callers import every name that they may use, so a

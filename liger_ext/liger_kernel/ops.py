@@ -2,8 +2,9 @@
 packages import for their own Triton kernels.
 
 Each ``apply`` takes Liger-Kernel's positional arguments and returns the same results. Arguments that select a kernel
-(``row_mode``, ``ce_impl``, ...) and ``in_place`` have no effect: no input is ever written. The classes are not derived
-from ``torch.autograd.Function``, since the ops of ``torch.ops.liger_ext`` have autograd formulas.
+or its chunks (``row_mode``, ``ce_impl``, ...) and ``in_place`` have no effect: no input is ever written. The
+classes are not derived from ``torch.autograd.Function``, since the ops of ``torch.ops.liger_ext`` have autograd
+formulas.
 """
 
 import functools

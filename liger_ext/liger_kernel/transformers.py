@@ -76,7 +76,7 @@ def LigerForCausalLMLoss(
     return_predicted_tokens: bool = False,
     **kwargs,
 ) -> Tensor | CrossEntropyOutput:
-    """Computes the loss of the logits ``hidden_states @ lm_head_weight.T``, with the logits in chunks.
+    """Computes the loss of the logits ``hidden_states @ lm_head_weight.T`` by the fused loss.
 
     Args:
         hidden_states: ``[..., hidden_size]``.
@@ -89,7 +89,7 @@ def LigerForCausalLMLoss(
             model's forward, have no effect.
 
     Returns:
-        The loss; with a ``return_*`` option a :class:`CrossEntropyOutput`.
+        The loss; with one of the two ``return_*`` options a :class:`CrossEntropyOutput`.
     """
     options = {name: value for name, value in kwargs.items() if name in _LOSS_OPTIONS}
     targets = shift(labels, ignore_index) if shift_labels is None else shift_labels

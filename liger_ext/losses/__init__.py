@@ -1,7 +1,7 @@
 """Preference and RL losses of language models, computed from :func:`liger_ext.functional.linear_log_probs`.
 
 The functions (``dpo_loss``, ``grpo_loss``, ...) take log-probabilities and are plain PyTorch. The modules have
-Liger-Kernel's names and arguments: they take hidden states and the head's weight, and compute the logits in chunks.
+Liger-Kernel's names and arguments: they take hidden states and the head's weight.
 """
 
 from liger_ext.losses.policy import GRPOOutput, grpo_loss, grpo_targets, high_entropy_mask

@@ -93,8 +93,8 @@ def grpo_loss(
         max_completion_length: required for dr_grpo.
         normalizer: for dapo, cispo and vespo, a number or a tensor of one element; None: the sum of mask, at least 1.
             If several processes share a batch: the number of all tokens divided by the number of processes.
-        policy_mask: broadcasts to the shape of mask: the tokens that keep the loss without kl
-            (:func:`high_entropy_mask`), as bool or as weights. None: all.
+        policy_mask: broadcasts to the shape of mask: the tokens whose loss counts (:func:`high_entropy_mask`), as bool
+            or as weights; kl counts for all tokens. None: all.
         entropy: ``(sequences, tokens)``, of the policy. The loss becomes ``loss - entropy_coef * mean(entropy)``, with
             the mean over the tokens of mask and policy_mask.
 
@@ -195,8 +195,8 @@ def grpo_targets(
     """Returns the targets of :func:`liger_ext.functional.linear_log_probs` for :func:`grpo_loss`.
 
     The target of a token is ignore_index if neither the loss nor its gradient depends on the token: it is masked, or
-    its advantage is 0. With ``rows=count_rows(targets)``, called before the model runs, the head runs no matmul for
-    these tokens.
+    its advantage is 0 (with a ratio of whole sequences: all advantages of its sequence are 0). With
+    ``rows=count_rows(targets)``, called before the model runs, the head's matmuls leave out most of these tokens.
 
     Args:
         token_ids, mask: ``(sequences, tokens)``.

@@ -1,12 +1,12 @@
 """The list of ops: imports each file of this folder, except the helpers (``_*.py``).
 
-A file is named after its op or family and has all of the op's Python code: the public functions, modules and
-Liger-Kernel's names (listed in ``__all__``), the fake implementation and the autograd formula. The import adds the
-names of ``__all__`` to ``liger_ext``, and to ``liger_ext.modules`` (``nn.Module`` classes), ``liger_ext.compat``
+A file is named after its op or family and has the op's Python code: the public functions, modules and Liger-Kernel's
+names (listed in ``__all__``), mostly also the fake implementation and the autograd formula. The import adds the names
+of ``__all__`` to ``liger_ext``, and to ``liger_ext.modules`` (``nn.Module`` classes), ``liger_ext.compat``
 (``liger_*``) or ``liger_ext.functional`` (the rest).
 
-The import also replaces the attribute ``liger_ext.ops.jsd``, the file's module, by the function. Import other names of
-such a file with ``from liger_ext.ops.jsd import ...``.
+The import also replaces attributes such as ``liger_ext.ops.jsd``, the file's module, by the function of this name.
+Import other names of such a file with ``from liger_ext.ops.jsd import ...``.
 """
 # ruff: noqa: F403
 

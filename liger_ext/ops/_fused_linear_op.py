@@ -8,9 +8,10 @@ That gradient contains neither the upstream gradient nor the denominator of a me
   gradient, and the backward runs the two matmuls.
 * overlaid: as deferred, but the forward saves the gradient of the logits in the memory that becomes dweight. Classes
   that do not fit are saved in an overflow buffer, or the backward recomputes their logits.
-* accumulated: several chunks. The forward sums dx and dweight over chunks; the backward scales the sums.
-* recomputed: several chunks and reduction "none", where each row's gradient has its own factor. The backward recomputes
-  the chunks.
+* accumulated: several chunks, or a frozen head. The forward sums dx and dweight over chunks; the backward scales the
+  sums.
+* recomputed: several chunks, reduction "none", where each row's gradient has its own factor, and a head that is not
+  frozen. The backward recomputes the chunks.
 
 If a second backward may follow, or other code sees the saved tensors (hooks, graphs of torch.compile), the backward
 only reads them. Otherwise it computes dweight in the memory that the forward has allocated for it.
@@ -220,7 +221,7 @@ def combine_gradients(dloss: Tensor | None, dentropy: Tensor, loss: Tensor, entr
 
 
 def recomputed_rows(weight: Tensor, wide_logits: bool) -> int:
-    """Returns the number of rows of logits that a backward recomputes at a time. They take no more memory than dweight;
+    """Returns the number of rows of logits that a backward recomputes at a time. They take about the memory of dweight;
     logits in float32 count with their gradient."""
     return max(weight.shape[1] // (3 if wide_logits else 1), 128)
 
@@ -256,7 +257,7 @@ def _backward(ctx, saved, dloss, *others):
         if dentropy is not None:
             dloss, mix = combine_gradients(dloss, dentropy, loss, entropy)
             if not (in_place and args.gradients == _OVERLAID and args.softcap is None):
-                # The stored gradient of the logits may not be overwritten, or contains no probabilities. So the
+                # No gradient of the logits is stored, or it may not be overwritten or contains no probabilities. So the
                 # backward recomputes the logits.
                 in_place, args = False, _recomputed(args, x, weight)
         dloss = scale_gradient(dloss, temperature, args.logit_scale)

@@ -32,8 +32,8 @@ _WIDE_CHUNKS = (128, 256, 512, 1024, 2048)  # rows of a chunk of wide (float32) 
 _PARTS = 16  # steps from storing the gradients that fit in dweight's memory to storing all
 _GRAPH_ROWS = 16_384  # the rows for which a graph is planned; it may serve any number of rows
 _SLOWEST = 4  # plans that take more than this multiple of the least time are dropped, whatever memory they save
-_CHUNK_BYTES = 64 << 20  # the least bytes of a chunk of rows of logits: smaller chunks save too little
-_GPU_SHARE = 8  # the levels except "min" take at most 1/8 of a GPU's memory beside the gradients
+_CHUNK_BYTES = 64 << 20  # the least bytes of logits for chunk_rows: smaller chunks save too little
+_GPU_SHARE = 8  # the levels except "min" take at most 1/8 of a GPU's memory beside the gradients, if a plan fits
 _ROW_MULTIPLE = _C.padded_vocab(1)
 _PER_ROW, _ONCE = 64, 1 << 18  # allowances, in bytes, for allocations in Python: targets, a mask, results of all rows
 
@@ -123,7 +123,7 @@ class Choice(NamedTuple):
 def plan(call: Call, memory: str | int | Plan) -> Plan:
     """Returns the plan of a call at a level of ``memory`` (one of ``LEVELS``), or within a number of bytes.
 
-    While a graph is compiled, the plan does not depend on the number of rows, so that one graph serves every batch.
+    While a graph is compiled, a level's chunks do not depend on the number of rows, so that a graph serves many sizes.
     Tests may pass a Plan: it is returned if the call's gradients permit it, otherwise a plan with the same chunks.
 
     Raises:
@@ -354,8 +354,8 @@ def _graph_rows(call: Call, memory: str | int) -> int:
     """Returns the number of rows of logits that may exist at a time in a graph of torch.compile.
 
     The graph may serve any number of rows, and its backward allocates dweight beside the sum over chunks. A level takes
-    the chunks of a call with 16,384 rows. For a number of bytes, two traces compute the bytes of each row and the bytes
-    that do not depend on the rows. The number of rows may be symbolic, so this function does not compare it.
+    the chunks of a call with 16,384 rows. For a number of bytes, traces compute the bytes of each row and the bytes
+    that do not depend on the rows. The number of rows may be symbolic, so only ``condition_holds`` compares it.
     """
     # A graph is compiled for the sizes of the head: len(range(n)) has torch.compile specialise a symbolic n.
     hidden, vocab = len(range(call.hidden)), len(range(call.vocab))

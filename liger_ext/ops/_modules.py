@@ -1,4 +1,4 @@
-"""The base class of the norm modules, and functions that check constructor arguments of norms, losses and JSD."""
+"""The base class of the norm modules, and functions that check constructor arguments of norms and losses."""
 
 from __future__ import annotations
 

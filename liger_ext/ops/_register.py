@@ -1,10 +1,10 @@
-"""Registers the Python side of every op: fake implementations, autograd, autocast, and errors for unsupported uses.
+"""Registers the Python side of the ops: fake implementations, autograd, autocast, and errors for unsupported uses.
 
 For an op ``name`` and its ``name_backward``, both implemented in C++, it registers:
 
 * fake implementations: the op's checks (``csrc/checks``), then shapes, dtypes and strides without data, for
   ``torch.compile`` and meta tensors;
-* autograd of the forward, as one ``autograd.Function``. The public functions call it directly; the dispatcher calls it
+* autograd of the forward, as an ``autograd.Function``. The public functions call it directly; the dispatcher calls it
   if the op is called by other code or traced. ``torch.library.register_autograd`` would run two more Python functions
   in each call;
 * an error for double backward: without it, autograd would silently treat the first derivative as a constant;

@@ -204,7 +204,7 @@ class _ShardedLoss(torch.autograd.Function):
                 stored and ctx.overwrites_logits and args.softcap is None and not _get_current_graph_task_keep_graph()
             )
             if not stored:
-                # The stored gradient may not be overwritten, or contains no probabilities: recompute the logits.
+                # No gradient is stored, it may not be overwritten, or it has no probabilities: recompute the logits.
                 logits, rows = logits.new_empty(0), min(rows, recomputed_rows(weight, args.wide_logits(x, weight)))
         dloss = scale_gradient(dloss, temperature, args.logit_scale)
         options = (
@@ -227,8 +227,8 @@ class _ShardedLoss(torch.autograd.Function):
             )
             return dx, torch.zeros_like(weight), None if bias is None else torch.zeros_like(bias)
 
-        # dx is computed first and summed over processes. dweight and dbias are computed meanwhile, which hides the time
-        # of the sum.
+        # With a stored gradient, dx is computed first and summed over processes. dweight and dbias are computed
+        # meanwhile, which hides the time of the sum. Recomputed logits serve all gradients at once.
         need_dx, *need_parameters = args.need_dx, args.need_dweight, args.need_dbias
         apart = stored and need_dx and any(need_parameters)
         dx, dweight, dbias = compute(mix, need_dx, False, False) if apart else compute(mix, need_dx, *need_parameters)

@@ -1,6 +1,6 @@
 """Counts and gathers the rows whose target is not ignored, so that the fused loss runs its matmuls on these rows only.
 
-The rows are counted at the start of a forward, so that the host does not wait for the count when the loss runs.
+The rows are counted at the start of a forward, so that the GPU still has work while the host waits for the count.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from liger_ext.ops._checks import check_integer, check_tensors, class_targets, s
 
 __all__ = ["CountedRows", "count_rows"]
 
-# The number of kept rows is rounded up to a sixteenth of all rows: with few different sizes, the allocator can reuse
-# memory.
+# The number of gathered rows is rounded up to a multiple of a sixteenth of all rows: with few different sizes, the
+# allocator can reuse memory.
 _SIXTEENTHS = 16
 
 

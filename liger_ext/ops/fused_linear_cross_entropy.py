@@ -1,4 +1,5 @@
-"""The language-model head and its cross entropy in one op, which computes the logits in chunks: functions and module.
+"""The language-model head and its cross entropy in one op: functions and module. The logits exist in chunks, or all at
+once if they fit in the memory of the level.
 
 ``_fused_loss.py`` prepares the call of the op.
 """
@@ -40,7 +41,8 @@ def fused_linear_cross_entropy(
     rows: CountedRows | Tensor | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
 ) -> Tensor | CrossEntropyOutput:
-    """Computes ``cross_entropy(x @ weight.T + bias, target)`` in chunks, without storing all logits at once.
+    """Computes ``cross_entropy(x @ weight.T + bias, target)`` in one op. The logits exist in chunks, or all at once if they
+    fit in the memory of the level.
 
     The formula is that of :func:`cross_entropy`. The matmuls run in the promoted dtype of x and weight, or in the dtype
     of autocast; everything else is computed in float32 (float64 for float64). A gradient is computed only if its input
@@ -56,18 +58,19 @@ def fused_linear_cross_entropy(
         ignore_index, lse_square_scale, label_smoothing, reduction, softcap: as in :func:`cross_entropy`.
         return_z_loss, return_token_accuracy, return_predicted_tokens: as in :func:`cross_entropy`.
         accum_dtype: the dtype in which the weight's gradient is summed over chunks: None (float32, or float64 for
-            float64), or the dtype of the matmuls, which takes half the memory and rounds after each chunk.
+            float64), or the dtype of the matmuls. If this is a 16-bit dtype, and that of weight, the sum takes half the
+            memory and is rounded after each chunk.
         use_token_scaling: multiply each token's loss by the probability of its target, as a constant.
         memory: the memory that forward and backward may take in addition to the arguments, gradients included: a level,
             or a number of bytes. A level selects a plan by its memory and an estimate of its time on this device
             (``python -m liger_ext doctor --loss`` prints both). ``"fast"``: of the plans that take at most 1 % more
             than the least time, the one with the least memory. ``"auto"``: the same with 4 %, among plans that run no
             matmul twice. ``"low"``: the same as ``"fast"`` with 20 %. ``"min"``: the least memory. All levels except
-            ``"min"`` take at most an eighth of a GPU's memory in addition to the gradients. A number of bytes: the
-            fastest plan that fits, including copies of arguments in a layout or dtype that matmuls can read. If a
-            second backward may follow, or hooks see saved tensors (those of a checkpoint, for example), eager mode
-            takes the memory of one more gradient of weight. A graph of torch.compile always takes it, and cuts rows
-            into the chunks of a call with 16,384 rows. A level changes results by rounding only.
+            ``"min"`` take at most an eighth of a GPU's memory in addition to the gradients, if a plan fits. A number of
+            bytes: the fastest plan that fits, including copies of arguments in a layout or dtype that matmuls can read.
+            If a second backward may follow, or hooks see saved tensors (those of a checkpoint, for example), eager mode
+            takes the memory of one more gradient of weight. A graph of torch.compile always takes it, and at a level
+            cuts rows into the chunks of a call with 16,384 rows. A level changes results by rounding only.
         normalizer: replaces the denominators of ``"mean"``, and divides the sum of ``"sum"``; for example the number of
             tokens in all accumulated batches (``num_items_in_batch`` in Hugging Face). A number or a tensor of one
             element, which is a constant. Not with ``"none"``. If it is 0, loss and gradients are 0, not inf or NaN.

@@ -61,8 +61,8 @@ class LigerGroupNorm(NormModule):
 
     Raises:
         TypeError, ValueError: ``num_channels`` or ``num_groups`` is no positive integer, or ``init_fn`` another value.
-        ValueError: ``num_groups`` does not divide ``num_channels``; in a call, the input has another number of
-            channels.
+        ValueError: ``num_groups`` does not divide ``num_channels``; in a call, the input's channels do not fit the
+            parameters.
     """
 
     bias: nn.Parameter  # or None

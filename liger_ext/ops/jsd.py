@@ -30,8 +30,8 @@ def jsd(
 
     A probability of 0 (a log-probability of -inf, for example of a masked class) contributes 0. So the divergence with
     ``0 < beta < 1`` is always finite. The forward KL divergence is infinite if only the student excludes a class, the
-    reverse KL divergence if only the teacher does. The gradient is the only allocated tensor of the size of the
-    log-probabilities. The result is computed and returned in float32 (float64 for float64 inputs).
+    reverse KL divergence if only the teacher does. For contiguous inputs, the gradient is the only allocated
+    tensor of their size. The result is computed and returned in float32 (float64 for float64 inputs).
 
     Args:
         log_q: the student's log-probabilities, ``(..., vocab_size)``, float32, bfloat16 or float16 (float64 on the

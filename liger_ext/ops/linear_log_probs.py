@@ -1,4 +1,5 @@
-"""Log-probabilities of tokens from a language-model head, for preference and RL losses, without storing all logits.
+"""Log-probabilities of tokens from a language-model head, for preference and RL losses. The logits exist in chunks, or
+all at once if they fit in the memory of the level.
 
 The op can also return the entropy, the mean logit, whether the token is the most probable one, and the logarithm of the
 sum of squared probabilities.
@@ -56,13 +57,13 @@ def linear_log_probs(
     ``logit_scale * (x @ weight.T + bias) / temperature``; ``p = softmax(z)``; ``log_probs = log p[target]``. The
     matmuls run as in :func:`fused_linear_cross_entropy`; everything else is in float32 (float64 for float64).
 
-    The matmul rounds ``x @ weight.T + bias`` to ``logits_dtype``. Rounding to bfloat16 changes a logit by up to 2^-9 of
+    The matmul rounds ``x @ weight.T + bias`` to ``logits_dtype``. Rounding to bfloat16 changes a logit by up to 2^-8 of
     its size, and so the log-probabilities. With float32 logits, the log-probabilities differ by about 1e-5 at most from
     those of exact products of the matmul's operands. The gradient of the logits is then computed in float32, too, and
     rounded to the dtype of the matmuls. Float32 logits exist for one chunk of rows at a time.
 
     ``log_probs`` and ``entropy`` are differentiable with respect to x, weight and bias. With an upstream gradient of
-    the entropy, the backward recomputes the logits if their stored gradient may not be overwritten.
+    the entropy, the backward may recompute the logits.
 
     Args:
         x: ``(..., hidden_size)``, the hidden states: float32, bfloat16 or float16 (float64 on the CPU).

@@ -35,8 +35,8 @@ def rms_norm(
     """Applies root-mean-square normalisation over the last dimension (Zhang and Sennrich, 2019, arXiv:1910.07467).
 
     ``y = x * rstd * (weight + offset)`` with ``rstd = 1 / sqrt(mean(x**2) + eps)``. All arithmetic is in float32
-    (float64 for float64), with one rounding at the end; the backward sums the weight's gradient in float32 over all
-    rows.
+    (float64 for float64). The result is rounded at the end, with ``"llama"`` also before the product with the weight.
+    The backward sums the weight's gradient in float32 over all rows.
 
     Args:
         x: ``(..., hidden_size)``, float32, bfloat16 or float16 (float64 on the CPU), any strides.

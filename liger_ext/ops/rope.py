@@ -47,7 +47,7 @@ def rope(
     Args:
         q, k: ``(batch, heads, seq, head_dim)``, in any strides; the number of heads may differ. One dtype: float32,
             bfloat16 or float16 (float64 on the CPU). k may be None.
-        cos, sin: ``(1 or batch, seq, R)`` or ``(seq, R)``, R even and at most head_dim, of any of these dtypes.
+        cos, sin: ``(1 or batch, seq, R)`` or ``(seq, R)``, R even and at most head_dim, both of one of these dtypes.
             Constants: they must not require a gradient.
         unsqueeze_dim: 1, or 2 where q and k are ``(batch, seq, heads, head_dim)``.
         layout: ``"halves"``, ``"interleaved"`` or ``"interleaved_to_halves"``.

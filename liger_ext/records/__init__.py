@@ -1,7 +1,7 @@
 """The table ``RECORDS``: a record (``Record``) of each op with its formula, error bounds, example inputs and costs.
 
-The doctor, tune, numerics, the tests and the benchmarks loop over ``RECORDS`` and contain no op's name. Each module of
-this folder has the records of one family of ops. A record's main parts:
+The doctor, tune, numerics, the benchmarks and the tests of kernels loop over ``RECORDS``. Each module of this folder
+has the records of one family of ops. A record's main parts:
 
 - the formula (``reference``), which is evaluated in float64 for exact results;
 - the baseline, a composition of PyTorch's own functions, whose error limits the op's error (``rule.py``);
@@ -9,7 +9,7 @@ this folder has the records of one family of ops. A record's main parts:
   are proportional to that magnitude (``bounds.py``);
 - the benchmarks: the sizes and options with which ``benchmarks rows`` times the op.
 
-A new op needs a module in this folder; ``RECORDS`` is built from all modules.
+A new op needs a record in a module of this folder; ``RECORDS`` is built from all modules.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// Implements Buffer (memory.h): which offsets belong to a buffer, and the text about an offset for messages.
+// Implements Buffer (memory.h): tests whether an offset belongs to a buffer, and describes an offset for messages.
 #include <algorithm>
 
 #include "gpu/host/memory.h"

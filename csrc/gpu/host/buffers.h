@@ -1,6 +1,6 @@
 // Helpers for ops/*.cpp, which implement the CPU backend's interface with the GPU kernels. The library of these files replaces
-// liger_ext_cpu, so that every op and every test runs on the host target. Each function in ops/ lists the memory that its kernels may
-// touch, and calls the function of the same name in csrc/gpu. (ops/ declares those functions itself, because here kernels/*.h declare the
+// liger_ext_cpu, so that the ops and their tests run on the host target. Most functions in ops/ list the memory that their kernels may
+// touch, and call the function of the same name in csrc/gpu. (ops/ declares those functions itself, because here kernels/*.h declare the
 // CPU backend's only.)
 #pragma once
 #include "gpu/device.h"

@@ -30,8 +30,8 @@ int warp_width() {
 }
 
 // Few multiprocessors and a small L2, so that small tensors take the paths of large ones: several rows per persistent block, logits that
-// are read twice. Shared memory: as on most GPUs of that warp width or as on MI355X; with LIGER_HOST_AHEAD as on Hopper, with
-// LIGER_HOST_ASYNC as on Ampere.
+// are read twice. Shared memory: as on most AMD GPUs (64 KiB) or as on MI355X (160 KiB); with LIGER_HOST_AHEAD as on Hopper, with
+// LIGER_HOST_ASYNC as on A100.
 launch::DeviceProfile profile() {
   launch::DeviceProfile device;
   std::strcpy(device.name, "host target");

@@ -1,6 +1,6 @@
 // Checks the memory accesses of kernels that run on the host. Kernel sources are compiled with -fsanitize=thread, which makes the compiler
-// call a function for every access to memory. memory.cpp implements these functions in place of the thread sanitizer, so that every access
-// is checked and no kernel is written differently. The checks find, for each two bytes of memory:
+// call a function for each access to memory that threads can share. memory.cpp implements these functions in place of the thread sanitizer,
+// so that kernels are checked without calls in their sources. The checks find, for each two bytes of memory:
 //   races                two threads of a block access the same shared or global memory without a barrier between them, and one of them
 //                        writes; also within a warp, where a warp barrier orders accesses, but a shuffle does not. Or two blocks of a
 //                        launch access the same global memory, and one of them writes
@@ -21,7 +21,7 @@
 
 namespace liger::gpu::simt {
 
-enum class Content { input, output, both };  // output: not written yet; both: already written, may be overwritten
+enum class Content { input, output, both };  // output: not written yet; both: already written, and kernels overwrite it
 
 // Runs of `bytes` bytes at data + the sum of i * stride over up to three dimensions; strides in bytes. Empty if data is null or a count is
 // 0.

@@ -1,5 +1,5 @@
 // Runs kernels on the CPU as a GPU would: block after block, or cluster after cluster, with threads as fibres in lockstep warps. A thread
-// runs alone until its next collective (shuffle, barrier, wait) or its end; there all threads of the warp, or of the block, must arrive at
+// runs alone until its next collective (shuffle, barrier, wait) or its end; there all threads of the warp, group or block must arrive at
 // the same collective. Behaviour that a GPU leaves undefined is an error here, and the message names kernel, block and thread:
 //   divergence      threads of a warp at different collectives; threads of a block at different barriers, or returned before a barrier
 //   deadlocks       waits that never end
@@ -20,7 +20,7 @@ namespace liger::gpu::simt {
 
 constexpr int most_threads = 1024, most_blocks = 8;  // of a block, of a cluster
 
-// Where the running thread is.
+// The position of the running thread.
 struct Place {
   int thread, block_threads, rank, cluster;  // rank: of its block in the cluster
   int64_t block, grid;
@@ -30,7 +30,7 @@ unsigned char* shared_memory();
 
 // The lanes of a warp, and the profile of the device that launches are planned for. The environment variables LIGER_EXT_HOST_WARP=32 (the
 // default) or 64 and LIGER_EXT_HOST_SHARED=64 (the default) or 160 set the lanes and the KiB of shared memory. The library with clusters
-// and bulk copies (LIGER_HOST_AHEAD) has 32 lanes and 227 KiB.
+// and bulk copies (LIGER_HOST_AHEAD) has 32 lanes and 227 KiB; with LIGER_HOST_ASYNC in addition, 163 KiB.
 int warp_width();
 launch::DeviceProfile profile();
 

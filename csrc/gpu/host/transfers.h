@@ -8,8 +8,8 @@
 // The scheduler (simt.cpp) finds waits that never end.
 //
 // All data of a phase arrives at once, when the phase is complete. The checks find a use that comes too early not from the data, but from a
-// record of which warp has waited for which phase. Messages also order memory accesses between blocks: each warp has a clock with a number
-// for each other warp (a vector clock).
+// record of which warp has waited for which phase. A message may replace an earlier one only if other messages order it behind the loads of
+// the earlier one. To test this, each warp has a clock with a number for each warp (a vector clock).
 #pragma once
 #include <cstdint>
 #include <string>

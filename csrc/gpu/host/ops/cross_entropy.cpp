@@ -29,7 +29,7 @@ Vector all_weights(const Vector& chunk, const Classes& classes) {
   return {chunk.data ? static_cast<const float*>(chunk.data) - classes.first : nullptr, chunk.dtype};
 }
 
-// The buffers of every pass over logits. `gradient` may be empty, and may lie in the logits' memory.
+// The buffers of the passes over one matrix of logits, and of the merge. `gradient` may be empty, and may lie in the logits' memory.
 template <class Op, class... More>
 Buffers logit_buffers(const Op& a, const Classes& all_classes, const CrossEntropyRows& results, const void* lse, const Rows& grad,
                       const MutableRows& gradient, const More&... more) {
