@@ -44,6 +44,7 @@ def test_lanes_read_each_others_registers(arch):
 
 
 @needs_build
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", objects.BUILT)
 def test_every_launch_fits_the_device(arch):
     """Checks threads, whole waves, shared memory and grid of the launches of every kernel case."""
