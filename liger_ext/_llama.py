@@ -21,7 +21,7 @@ SHAPE = (
 
 
 def plans(profile: _C.DeviceProfile) -> Iterator[tuple[str, list[_C.NamedLaunch]]]:
-    """Yields the name of each op and of each backward, with its launches."""
+    """Yields the name of each op with its own kernels, and of its backward, with the launches."""
     for record in RECORDS.values():
         if record.kernels == record.name:
             for name in (record.name, f"{record.name}_backward"):
@@ -56,9 +56,9 @@ def most_tokens(call: Call, memory: str | int, free: int) -> int:
 
 def tokens_at_each_level(profile: _C.DeviceProfile, free: int) -> dict[str, dict[str, float]]:
     """Returns, by the name of each level of memory, four facts about the fused loss at ``SHAPE``. "rows": the rows of
-    logits that exist at a time. "stored": the share of the gradient of the logits that is stored for the backward.
-    "bytes": the peak memory of the call. "tokens": the largest number of tokens, with Llama's other sizes, for which a
-    call fits in ``free`` bytes of this GPU's memory.
+    logits that exist at a time. "stored": the share of the gradient of the logits that an overlaid plan stores for the
+    backward; 1 for other plans. "bytes": the peak memory of the call. "tokens": the largest number of tokens,
+    with Llama's other sizes, for which a call fits in ``free`` bytes of this GPU's memory.
     """
     found = {}
     call = Call.uniform(TOKENS, HIDDEN, VOCAB, DTYPE, profile_index(profile))
@@ -66,7 +66,7 @@ def tokens_at_each_level(profile: _C.DeviceProfile, free: int) -> dict[str, dict
         chosen = choose(call, level).plan
         found[level] = {
             "rows": _C.equal_chunks(TOKENS, chosen.rows),
-            "stored": min(chosen.classes / VOCAB, 1.0),
+            "stored": chosen.classes / VOCAB if chosen.gradients == int(_C.Gradients.overlaid) else 1.0,
             "bytes": fused_loss_bytes(call, level),
             "tokens": most_tokens(call, level, free),
         }

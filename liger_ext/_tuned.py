@@ -189,9 +189,7 @@ def rates_source(profile: _C.DeviceProfile) -> str:
     """Returns the source of the rates that ``device_rates`` returns: "measured", or "from the data sheet of" a GPU."""
     if profile.name in _rates:
         return "measured"
-    bandwidth = _C.device_rates(profile).bandwidth  # no two GPUs of a vendor have the same
-    sheets = (known for known in _C.profiles() if known.vendor == profile.vendor)
-    return f"from the data sheet of {next(p.name for p in sheets if _C.device_rates(p).bandwidth == bandwidth)}"
+    return f"from the data sheet of {_C.nearest_reference(profile).name}"
 
 
 def _for_library(rates: Rates) -> _C.Rates:

@@ -92,11 +92,11 @@ def _torch() -> str:
 
 def _transformers() -> str:
     if importlib.util.find_spec("transformers") is None:
-        return "not installed (the ops and modules need no transformers, the Llama patch does)"
+        return "not installed (the ops and modules need no transformers; patching a model does)"
     version = importlib.metadata.version("transformers")
     oldest, newest = TRANSFORMERS_RANGE
     if _numbers(version) < _numbers(oldest):
-        return f"{version}: too old, the Llama patch needs {oldest} or newer"
+        return f"{version}: too old, patching a model needs {oldest} or newer"
     if _numbers(version) > _numbers(newest):
         return f"{version}: newer than {newest}, the newest that was tested"
     return f"{version}: supported"
@@ -192,8 +192,8 @@ def _print_plans(title: str, profile: _C.DeviceProfile, free: int) -> None:
 
 
 def self_test(device: str) -> list[dict[str, Any]]:
-    """Runs every op forward and backward in each dtype. Returns the result that came closest to its bound, or the
-    error that was raised."""
+    """Runs every op forward and backward in each dtype. Returns, for each run, the result that came closest to its
+    bound, or the error that was raised."""
     from . import testing
 
     results = []

@@ -1,6 +1,6 @@
 """Measures error / bound of every op in every dtype on a platform, and joins platforms' results in a Markdown table.
 
-    python -m liger_ext.numerics measure                          this CPU, once for each of its instruction sets
+    python -m liger_ext.numerics measure                          this CPU, once for each instruction set that it has
     python -m liger_ext.numerics measure --device cuda --platform "H200"
     LIGER_EXT_LIB=liger_ext/lib/host python -m liger_ext.numerics measure --small    GPU kernels, run on this CPU
     python tests/amd/run.py --all --json amd.jsonl                GPU kernels in an emulator of AMD's instructions
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from liger_ext import _load
+from liger_ext._devices import cpu_isa
 from liger_ext.records import RECORDS
 
 if TYPE_CHECKING:
@@ -86,12 +87,12 @@ def measure(device: str, platform: str, shapes: Iterable[dict[str, int]]) -> Ite
 
 
 def _measure_each(small: bool) -> Iterator[dict[str, Any]]:
-    """Measures each instruction set, or each warp width of the host target, in a new process, since the library
+    """Measures each instruction set that the CPU has, or each warp width of the host target, in a new process, since the library
     chooses it when it is loaded."""
     if _load.library_folder().name == "host":
         variable, values, name = "LIGER_EXT_HOST_WARP", HOST_WARPS, "host wave"
     else:
-        variable, values, name = "LIGER_EXT_CPU_ISA", CPU_ISAS, "CPU "
+        variable, values, name = "LIGER_EXT_CPU_ISA", CPU_ISAS[: CPU_ISAS.index(cpu_isa()) + 1], "CPU "
     for value in values:
         command = [sys.executable, "-m", "liger_ext.numerics", "measure", "--platform", f"{name}{value}"]
         command += ["--small"] if small else []

@@ -130,6 +130,14 @@ def test_the_device_of_the_tensors_is_used(example):
         assert torch.cuda.current_device() == 0
 
 
+def test_a_loss_on_the_cpu_waits_for_its_normalizer():
+    """The value of a GPU's normalizer is read after the kernels that compute it."""
+    x, weight, target = normal(8, 16), normal(32, 16), torch.arange(8)
+    torch.cuda._sleep(50_000_000)
+    loss = F.fused_linear_cross_entropy(x, weight, target, normalizer=torch.full((), 4.0, device="cuda"))
+    torch.testing.assert_close(loss, F.fused_linear_cross_entropy(x, weight, target, normalizer=4.0))
+
+
 def test_out_of_memory_says_what_torch_says():
     """The error has torch's text, which callers match to retry with a smaller batch."""
     x = torch.zeros(1, 1, dtype=torch.bfloat16, device="cuda").expand(2**22, 2**20)

@@ -139,7 +139,7 @@ def test_a_gpu_without_the_gpu_library(quick, monkeypatch, capsys):
 
 
 def test_transformers_that_cannot_be_patched(quick, monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "_transformers", lambda: "4.40.0: too old, the Llama patch needs 4.51.3 or newer")
+    monkeypatch.setattr(doctor, "_transformers", lambda: "4.40.0: too old, patching a model needs 4.51.3 or newer")
     assert doctor.main(["doctor"]) == 4
     assert "pip install 'transformers>=4.51.3,<6'" in capsys.readouterr().out
 

@@ -76,15 +76,21 @@ def test_lines_of_several_machines_are_columns(write_line, tmp_path):
     assert len(all_lines.read_text().splitlines()) == 2
 
 
-def test_the_host_target_is_measured_at_both_widths(monkeypatch):
-    """One process per warp width, as for the CPU's instruction sets."""
-    asked = []
+@pytest.mark.parametrize(
+    ("folder", "variable", "values"),
+    [("lib/host", "LIGER_EXT_HOST_WARP", ["32", "64"]), ("lib", "LIGER_EXT_CPU_ISA", ["baseline", "avx2"])],
+)
+def test_one_process_for_each_variant_of_the_kernels(folder, variable, values, monkeypatch):
+    """Each warp width of the host target; each instruction set of a CPU that has no AVX-512."""
+    started = []
 
     def run(command, env, **_):
-        asked.append((command[-2:], env["LIGER_EXT_HOST_WARP"]))
+        started.append((command[-1], env[variable]))
         return subprocess.CompletedProcess(command, 1, stdout='{"platform": "x"}\n')
 
-    monkeypatch.setattr(numerics._load, "library_folder", lambda: Path("lib/host"))
+    monkeypatch.setattr(numerics._load, "library_folder", lambda: Path(folder))
+    monkeypatch.setattr(numerics, "cpu_isa", lambda: "avx2")
     monkeypatch.setattr(numerics.subprocess, "run", run)
     assert len(list(numerics._measure_each(small=False))) == 2
-    assert asked == [(["--platform", "host wave32"], "32"), (["--platform", "host wave64"], "64")]
+    names = ["host wave32", "host wave64"] if folder == "lib/host" else ["CPU baseline", "CPU avx2"]
+    assert started == list(zip(names, values, strict=True))

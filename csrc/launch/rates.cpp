@@ -31,18 +31,23 @@ int64_t distance(const DeviceProfile& a, const DeviceProfile& b) {
 
 }  // namespace
 
-Rates device_rates(const DeviceProfile* gpu) {
-  if (gpu == nullptr || gpu->vendor == Vendor::host) return {1.5e11, 1.5e11, 2e10, 2e-6, 4e9, false};
+const DeviceProfile& nearest_reference(const DeviceProfile& gpu) {
   const DeviceProfile* nearest = nullptr;
   for (const DeviceProfile& known : reference_profiles()) {
-    if (known.vendor != gpu->vendor) continue;
-    const bool same = std::strstr(gpu->name, known.name) != nullptr, found = nearest && std::strstr(gpu->name, nearest->name);
-    if (!nearest || (same && !found) || (same == found && distance(known, *gpu) < distance(*nearest, *gpu))) nearest = &known;
+    if (known.vendor != gpu.vendor) continue;
+    const bool same = std::strstr(gpu.name, known.name) != nullptr, found = nearest && std::strstr(gpu.name, nearest->name);
+    if (!nearest || (same && !found) || (same == found && distance(known, gpu) < distance(*nearest, gpu))) nearest = &known;
   }
+  return *nearest;
+}
+
+Rates device_rates(const DeviceProfile* gpu) {
+  if (gpu == nullptr || gpu->vendor == Vendor::host) return {1.5e11, 1.5e11, 2e10, 2e-6, 4e9, false};
+  const DeviceProfile& nearest = nearest_reference(*gpu);
   for (const Sheet& sheet : sheets) {
-    if (std::strcmp(sheet.name, nearest->name) != 0) continue;
-    const double size = double(gpu->multiprocessors) / nearest->multiprocessors;
-    const bool measured = std::strcmp(sheet.name, "H100") == 0 && gpu->multiprocessors == nearest->multiprocessors;
+    if (std::strcmp(sheet.name, nearest.name) != 0) continue;
+    const double size = double(gpu->multiprocessors) / nearest.multiprocessors;
+    const bool measured = std::strcmp(sheet.name, "H100") == 0 && gpu->multiprocessors == nearest.multiprocessors;
     return {sheet.tera_16 * 1e12 * reached * size,
             sheet.tera_32 * 1e12 * reached * size,
             sheet.tera_bytes * 1e12 * size,

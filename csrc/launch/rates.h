@@ -15,8 +15,11 @@ struct Rates {
   bool measured = false;                // true: measured on this model of GPU; false: from its data sheet
 };
 
-// Returns the rates of a device, or of the nearest device in the table in rates.cpp: the same vendor, the nearest architecture, scaled by
-// the number of multiprocessors. gpu: null for a CPU.
+// Returns the reference GPU that is nearest to `gpu`: of the same vendor, with a name that the GPU's name contains or else the nearest
+// architecture, and then the nearest number of multiprocessors.
+const DeviceProfile& nearest_reference(const DeviceProfile& gpu);
+
+// Returns the rates of the nearest reference GPU, scaled by the number of multiprocessors. gpu: null for a CPU.
 Rates device_rates(const DeviceProfile* gpu);
 
 }  // namespace liger::launch

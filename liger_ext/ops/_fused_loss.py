@@ -62,7 +62,7 @@ def fused_loss(
     normalizer: Tensor | float | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
 ) -> tuple[Tensor, ...]:
-    """Checks the arguments, calls the op, and returns its results for all rows of x, flattened: loss, z_loss,
+    """Checks the arguments, calls the op, and returns its results for all rows of x, flattened: first loss, z_loss,
     token_accuracy, predicted_tokens, entropy, mean_logits and log_sum_sq. ``op``: the public function's name, for
     errors. ``temperature``: ``(rows,)``."""
     moments = return_entropy or return_mean_logits or return_log_sum_sq
@@ -188,7 +188,7 @@ def _copies(x: Tensor, flat: Tensor, weight: Tensor, *vectors: Tensor | None) ->
 
 
 def _normalizer(op: str, value: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    # Neither branch synchronises with the device.
+    # Neither branch synchronises with the device of x; a CPU waits for a normalizer that a GPU computes.
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{op}: normalizer has shape {shape_text(value)}, expected one number")
@@ -196,7 +196,7 @@ def _normalizer(op: str, value: Tensor | float, dtype: torch.dtype, device: torc
             raise ValueError(f"{op}: normalizer is on meta and has no value, expected it on {device}, as x is")
         if value.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{op}: normalizer requires a gradient, but the loss takes it as a constant: detach() it")
-        return value.detach().reshape(1).to(device=device, dtype=dtype, non_blocking=True)
+        return value.detach().reshape(1).to(device=device, dtype=dtype, non_blocking=device.type != "cpu")
     if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{op}: normalizer must be a number or a Tensor, not {type(value).__name__}")
     if abs(value) > torch.finfo(dtype).max:

@@ -52,7 +52,8 @@ const OpBindings trace_bindings([](py::module_& m, py::module_&) {
       .def_readwrite("fresh", &Rates::fresh)
       .def_readwrite("measured", &Rates::measured);
   m.def("device_rates", &launch::device_rates, py::arg("gpu").none(true),
-        "The rates of a device, or of the nearest known device; None: a CPU.");
+        "The rates of the nearest reference GPU, scaled by the number of multiprocessors; None: a CPU.");
+  m.def("nearest_reference", &launch::nearest_reference, py::arg("gpu"), "The reference GPU whose data sheet gives a GPU's rates.");
   m.def("matmul_seconds", &trace::matmul_seconds, py::arg("rates"), py::arg("m"), py::arg("n"), py::arg("k"), py::arg("operand_bytes"),
         py::arg("result_bytes"), py::arg("accumulates"), "The estimated time of a matmul (csrc/trace/cost.h).");
   py::class_<LossCall>(m, "LossCall", "The properties of a fused loss call that its plan depends on (csrc/trace/fused_loss.h).")
