@@ -1,5 +1,5 @@
-"""Direct preference optimisation of a pretrained Llama (SmolLM2-135M-Instruct, or --model) on invented preferences: short
-answers over long ones.
+"""Direct preference optimisation of a pretrained Llama (SmolLM2-135M-Instruct, or --model) on invented preferences:
+short answers over long ones.
 
     python -m examples.dpo            a minute on two cores; dpo.png plots the margin over the steps
 

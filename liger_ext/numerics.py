@@ -87,8 +87,8 @@ def measure(device: str, platform: str, shapes: Iterable[dict[str, int]]) -> Ite
 
 
 def _measure_each(small: bool) -> Iterator[dict[str, Any]]:
-    """Measures each instruction set that the CPU has, or each warp width of the host target, in a new process, since the library
-    chooses it when it is loaded."""
+    """Measures each instruction set that the CPU has, or each warp width of the host target, in a new process, since
+    the library chooses it when it is loaded."""
     if _load.library_folder().name == "host":
         variable, values, name = "LIGER_EXT_HOST_WARP", HOST_WARPS, "host wave"
     else:

@@ -1,6 +1,6 @@
-"""Tests of decoder layers that do more than Llama's, such as norms after attention and after the MLP, or parallel blocks:
-which ops the patched layers call, and that they compute stock transformers' results also when they are compiled,
-checkpointed or have norms in another dtype."""
+"""Tests of decoder layers that do more than Llama's, such as norms after attention and after the MLP, or parallel
+blocks: which ops the patched layers call, and that they compute stock transformers' results also when they are
+compiled, checkpointed or have norms in another dtype."""
 
 import copy
 import importlib

@@ -1,5 +1,5 @@
-"""The generalised Jensen-Shannon divergence, against a float64 reference (the accuracy rule of liger_ext/rule.py), and in
-edge cases."""
+"""The generalised Jensen-Shannon divergence, against a float64 reference (the accuracy rule of liger_ext/rule.py), and
+in edge cases."""
 
 import copy
 import math

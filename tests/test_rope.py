@@ -1,5 +1,5 @@
-"""Rotary position embedding, against a float64 reference (the accuracy rule of liger_ext/rule.py): any strides, tables of
-cos and sin with and without a batch dimension, and partial rotation."""
+"""Rotary position embedding, against a float64 reference (the accuracy rule of liger_ext/rule.py): any strides, tables
+of cos and sin with and without a batch dimension, and partial rotation."""
 
 import functools
 

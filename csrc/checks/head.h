@@ -39,8 +39,8 @@ inline HeadDtypes check_head(const char* op, const Tensor& x, const Tensor& weig
   return dtypes;
 }
 
-// The sum of dweight over chunks. Its first rows lie in dweight's memory, the others in a further tensor, `rest`. The number of first
-// rows is a multiple of 64, so that matmuls begin aligned. A 16-bit sum has dweight's dtype, so that it is not rounded again.
+// The sum of dweight over chunks. Its first rows lie in dweight's memory, the others in a further tensor, `rest`. Unless all rows are first
+// rows, their number is a multiple of 64, so that matmuls begin aligned. A 16-bit sum has dweight's dtype, so that it is not rounded again.
 inline Dtype sum_dtype(const HeadDtypes& dtypes, Dtype weight) { return dtypes.accum == weight ? weight : dtypes.acc; }
 template <class Size> struct SumSizes {
   Size rows, memory, rest;  // rows of the sum in dweight's memory; elements, of the sum's dtype, of dweight's memory and the rest

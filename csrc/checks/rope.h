@@ -1,5 +1,5 @@
-// Checks the arguments of rope and of its backward, and computes the strides of the outputs. The backward has the same arguments, with the
-// gradients of the two outputs in place of q and k.
+// Checks the arguments of rope and of its backward, and determines the strides of the outputs. The backward has the same arguments, with
+// the gradients of the two outputs in place of q and k.
 #pragma once
 #include <utility>
 #include <vector>

@@ -1,9 +1,10 @@
-// The checks that several ops share. checks/<op>.h has one function that checks the arguments of its op, and two callers run it. boxed()
-// (ops/boxed.h) runs it before the op, on torch's tensors. register() (liger_ext/ops/_register.py) runs it before the fake implementation,
-// on Python's tensors without data, whose sizes may be symbols. ops/tensor.h and python/tensor.h declare the same names for the two kinds
-// of tensors.
+// The checks that several ops share. checks/<op>.h has a function for each op of a family, and two callers run it. boxed() (ops/boxed.h)
+// runs it before the op, on torch's tensors. register_fake() (liger_ext/ops/_register.py) runs it before the fake implementation, on
+// Python's tensors without data, whose sizes may be symbols. ops/tensor.h and python/tensor.h declare the same names for the two kinds of
+// tensors.
 //
-// A check throws std::invalid_argument, which names the argument, its value and the expected value. A check that passes builds no text.
+// A check throws std::invalid_argument, which mostly names the argument, its value and the expected value. A check that passes builds no
+// message.
 #pragma once
 #ifdef LIGER_IS_GPU
 #include "ops/tensor.h"

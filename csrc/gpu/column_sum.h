@@ -9,7 +9,7 @@
 namespace liger::gpu {
 
 struct PartialSums {
-  const float* data;     // [rows, stride]
+  const float* data;  // [rows, stride]
   int64_t rows, stride;
 };
 
@@ -17,7 +17,7 @@ struct PartialSums {
 // cols.
 struct ColumnTotal {
   int64_t first_column, cols;
-  MutableVector out;     // data == nullptr: this total is not computed
+  MutableVector out;  // data == nullptr: this total is not computed
   bool accumulate = false;
 };
 struct ColumnTotals {

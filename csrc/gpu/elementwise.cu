@@ -11,7 +11,7 @@
 namespace liger::gpu {
 namespace {
 
-constexpr int width = launch::matrix_vec;    // elements of a vector, of any dtype
+constexpr int width = launch::matrix_vec;  // elements of a vector, of any dtype
 constexpr int in_flight = launch::matrix_k;  // vectors that a thread reads before it uses the first one
 
 template <class T, int N> struct Scale {
@@ -79,7 +79,7 @@ template <class T, int N> struct PartialColumns {
   struct Args {
     int64_t rows, cols, rows_per_part, blocks_per_part;
     Rows in, row_scale;
-    float* partial;   // [parts, stride]
+    float* partial;  // [parts, stride]
     int64_t stride;
   };
   static constexpr int max_threads = launch::partial_columns_kernel.instance(N).max_threads;

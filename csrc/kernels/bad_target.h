@@ -1,6 +1,6 @@
-// The error for a target that is neither a class nor ignore_index. On a CPU, a check of all targets throws it before
-// a kernel runs. On a GPU, a kernel records the target, and the host throws the error at the start of a later op (raise_reported_targets in
-// kernels/device.h).
+// The error for a target that is neither a class nor ignore_index. On a CPU, a check of a call's targets throws it before a kernel uses
+// them as indices. On a GPU, a kernel records the target, and the host throws the error at the start of a later op (raise_reported_targets
+// in kernels/device.h).
 #pragma once
 #include <cstdint>
 

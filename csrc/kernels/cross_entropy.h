@@ -1,4 +1,4 @@
-// Cross entropy of rows of logits, its gradient, and the fused loss's in-place kernel.
+// Cross entropy of rows of logits, its gradient, and the fused loss's kernels for rows of logits.
 //
 // Per row i with target y, x' = softcap(x) = c * tanh(x / c) (or x), lse = log(sum(exp(x'))), p = exp(x' - lse),
 // class weights w (ones if absent), smoothing e, z-loss factor s = lse_square_scale, t = p[y] with token scaling, else 1:
@@ -31,8 +31,8 @@ struct CrossEntropyOptions {
   double logit_scale = 1;
 };
 
-// Sums over all rows that the loss needs. The device computes them, so that nothing waits for the host: before it reads the first row, if a
-// row's result depends on a sum; otherwise together with the reduction of the losses.
+// Sums over all rows that the loss needs. The device computes them, so that the host never waits: before the first row is read or, if
+// no row's result depends on a sum, together with the reduction of the losses (CrossEntropyReduce::counting).
 //   counts[valid]: the number of valid rows; counts[target_weight] = sum of w[y] over valid rows; counts[weight] = W;
 //   counts[ce_scale], counts[z_scale]: factors of the sums of ce_i and z_i in the loss (from reduction, normalizer); 0 if no row is valid;
 //   counts[scale]: the factor of the fused loss's unreduced gradients: ce_scale, or z_scale if class weights make ce_scale 0.

@@ -1,6 +1,6 @@
 // Exceptions of the C++ code and their messages. A message names what was passed, what is expected, and what to do.
-// std::invalid_argument and std::length_error become ValueError in Python, std::out_of_range IndexError, std::bad_alloc MemoryError,
-// OutOfMemory torch.OutOfMemoryError, any other a RuntimeError (ops/boxed.cpp).
+// std::out_of_range becomes IndexError in Python, any other std::logic_error (std::invalid_argument, std::length_error) ValueError,
+// std::bad_alloc MemoryError, OutOfMemory torch.OutOfMemoryError, any other exception a RuntimeError (ops/boxed.cpp).
 #pragma once
 #include <charconv>
 #include <stdexcept>

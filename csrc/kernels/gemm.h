@@ -1,5 +1,5 @@
-// Matrix products of row-major matrices, by the matmul library that torch has loaded:
-//   C[m, n] = alpha * op(A)[m, k] * op(B)[k, n] + (accumulate ? C : 0), or + bias[n] in every row, rounded once to C's dtype.
+// Matrix products of row-major matrices, by torch on a CPU, by the matmul library that torch has loaded on a GPU:
+//   C[m, n] = alpha * op(A)[m, k] * op(B)[k, n] + (accumulate ? C : 0), or + bias[n] in every row, mostly rounded once to C's dtype.
 #pragma once
 #include "kernels/elementwise.h"
 
@@ -25,7 +25,7 @@ struct Gemm {
   Dtype c_dtype;        // the dtype of a and b, or fp32
   const void* alpha;    // one value in device memory (accumulator type); nullptr: 1
   bool accumulate;
-  const void* bias = nullptr;  // n elements of C's dtype, or nullptr; not with accumulate
+  const void* bias = nullptr;  // n elements of C's dtype, or nullptr; not with alpha or accumulate
   bool all_bits = false;       // true: an fp32 C has fp32's precision; false: a CPU may compute it with 16 bits of mantissa
 };
 

@@ -7,8 +7,8 @@
 // is infinite where P > 0 and Q = 0, for beta = 1 where Q > 0 and P = 0.
 //
 // With labels, the mean is over the rows whose label is not ignore_index. The other rows are not read; their loss and gradient are 0. If
-// all rows are ignored, the loss is 0. Accumulator type A is float, and double for double log-probabilities. cross_entropy_counts and
-// cross_entropy_reduce (kernels/cross_entropy.h) compute the sums over rows.
+// all rows are ignored, the loss is 0. Accumulator type A is float, and double for double log-probabilities. cross_entropy_reduce
+// (kernels/cross_entropy.h) computes the sums over rows.
 #pragma once
 #include "kernels/types.h"
 
@@ -22,7 +22,7 @@ struct JsdRows {
   double beta;
 };
 
-// Without labels, the forward also writes the counts (CrossEntropyCounts::slots of A), since cross_entropy_counts does not run.
+// Without labels, the forward also writes the counts (CrossEntropyCounts::slots of A); with labels, cross_entropy_reduce computes them.
 struct JsdForward {
   JsdRows in;
   void *losses, *counts;  // losses: [rows] of A, not divided by the number of rows

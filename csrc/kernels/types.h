@@ -1,6 +1,6 @@
 // The types of all kernels' arguments: element types, matrices, vectors, the stream. Plain C++, no torch, no CUDA.
 //
-// Each kernel header describes the arguments of one op as structs of pointers, sizes and scalars. It declares the functions that a backend
+// A kernel header describes the arguments of its ops as structs of pointers, sizes and scalars. It declares the functions that a backend
 // implements in namespace liger::LIGER_BACKEND. The build sets this name: cpu, gpu, trace (csrc/trace), or python for code without kernels.
 // Strides are in elements.
 #pragma once

@@ -16,7 +16,7 @@ namespace liger::launch {
 constexpr int64_t padded_vocab(int64_t vocab) { return (vocab + 63) / 64 * 64; }
 
 // The rows of a chunk, if `rows` rows are cut into as few chunks of at most `most` rows as possible. Chunks are equal, and multiples of 128
-// rows if possible.
+// rows if possible; the last one may be shorter.
 constexpr int64_t equal_chunks(int64_t rows, int64_t most) {
   if (rows <= most) return std::max<int64_t>(1, rows);
   const int64_t chunks = (rows + most - 1) / most, equal = (rows + chunks - 1) / chunks;
@@ -72,8 +72,8 @@ struct OverlaidLayout {
   int64_t spare;  // the size of the spare: the dweight of the first chunk, and at least the gradient of 64 classes
 };
 
-// first_chunk_classes: the size of the first chunk, in classes. All chunks are multiples of 64 classes, except for the vocabulary's last
-// one.
+// first_chunk_classes: the size of the first chunk, in classes; rounding may increase it. All chunks are multiples of 64 classes, except
+// for the vocabulary's last one.
 inline OverlaidLayout overlaid_layout(int64_t rows, int64_t room, int64_t vocab, int64_t stored, int64_t first_chunk_classes) {
   using Place = OverlaidChunk::Place;
   const int64_t inside = overlaid_classes(rows, room, vocab), rest = overlaid_rest(rows, room, vocab, stored);
@@ -119,15 +119,15 @@ inline double overlaid_cost(int64_t rows, int64_t hidden, const std::vector<Over
   return cost + 0.003 * all * double(chunks.size());
 }
 
-// Returns the layout whose first chunk has the size with the least overlaid_cost: at most 11.5 % of the vocabulary if all gradients are
-// stored, else at most 1/29. Caches the last result, because a forward and its backward pass the same arguments.
+// Returns the layout with about the least overlaid_cost. Its first chunk has at most about 11.5 % of the vocabulary if all gradients are
+// stored, else at most 1/29. Each thread caches its last result, because the calls of a training step often pass the same arguments.
 inline OverlaidLayout best_overlaid_layout(int64_t rows, int64_t room, int64_t hidden, int64_t vocab, int64_t stored) {
   using Asked = std::array<int64_t, 5>;
   static thread_local Asked last{};
   static thread_local OverlaidLayout best;
   const Asked asked{rows, room, hidden, vocab, stored};
   if (last == asked) return best;
-  constexpr int64_t tried = 12;  // about this many sizes are compared
+  constexpr int64_t tried = 12;  // up to about twice this many sizes are compared
   constexpr double as_good = 1.004;  // the smallest size whose cost is at most this times the least cost is chosen
   const int64_t most = std::max<int64_t>(1, (stored < vocab ? vocab / 29 : vocab * 23 / 200) / 64), least = (most + 3) / 4;
   const int64_t step = std::max<int64_t>(1, (most - least) / tried);
@@ -154,8 +154,8 @@ constexpr int64_t overlaid_sum_rows(int64_t rows, int64_t hidden, int64_t dx_byt
   return dx_bytes < sum_bytes && rows * hidden * sum_bytes <= spare_bytes ? 0 : rows * dx_bytes / sum_bytes;
 }
 
-// The sum of dweight in fp32 is rounded to a 16-bit dweight in place. The first rows would overwrite themselves, so this many of them go
-// through a scratch buffer.
+// An fp32 sum is rounded to a 16-bit dweight or dx in place (ops/row_sum.cpp). The first rows would overwrite themselves, so this many of
+// them go through a scratch buffer.
 constexpr int64_t first_narrowed_rows = 64;
 
 }  // namespace liger::launch

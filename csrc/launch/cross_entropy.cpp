@@ -106,7 +106,7 @@ Launch add_losses(const DeviceProfile& device, int64_t rows) {
   return {&add_losses_kernel, add_losses_kernel.instance(), rows, 1, plan_elementwise(device, rows, 1)};
 }
 
-// The ops that op_plans.h lists.
+// The ops that planned_ops() lists (op_plans.h).
 namespace {
 
 Launches loss(const DeviceProfile& device, const Call& call) {

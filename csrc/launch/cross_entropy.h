@@ -24,7 +24,7 @@ struct LogitsShape {
 constexpr bool compiled_for_options(bool full, const Instance& instance) { return full ? instance.threads <= 0 : instance.vec > 1; }
 
 // threads: the threads of a row, which has its block to itself, as a compile-time constant; 0: the number is a run-time argument.
-// after_counts: the launch depends on no earlier kernel except the one that counts targets.
+// after_counts: the kernel before this one is the one that counts targets, so that this one may start while that one runs.
 inline constexpr Kernel cross_entropy_forward_kernel("Forward", Instance{logits_threads, wide, none, 0},
                                                      Instance{logits_row_threads, wide, none, logits_row_threads});
 Launch cross_entropy_forward(const DeviceProfile&, const LogitsShape&, bool after_counts, const Knobs* = nullptr);
@@ -33,10 +33,11 @@ inline constexpr Kernel cross_entropy_backward_kernel("Backward", Instance{indep
 Launch cross_entropy_backward(const DeviceProfile&, const LogitsShape&, const Knobs* = nullptr);
 
 // The fused loss's kernels, which need each row twice. InPlaceHeld and InPlaceTokens (for log-probabilities) process aligned rows that a
-// block or a cluster of blocks holds; InPlace processes all other rows. The constants are the numbers of vectors that a thread holds in
-// registers; its other vectors are in shared memory (plan.slots). Registers hold fewer vectors for three kinds of rows: rows that lie in
-// several matrices (chunks of the vocabulary), rows of log-probabilities (tokens), and rows of a loss with options that cost registers
-// (full: not `plain`). The kernels hold these kinds only if the logits have 16 bits, and the last two kinds only on devices with clusters.
+// block or a cluster of blocks holds; InPlace processes the other rows that lie in one matrix, except for log-probabilities. The constants
+// are the numbers of vectors that a thread holds in registers; its other vectors are in shared memory (plan.slots). Registers hold fewer
+// vectors for three kinds of rows: rows that lie in several matrices (chunks of the vocabulary), rows of log-probabilities (tokens), and
+// rows of a loss with options that cost registers (not `plain`). The kernels hold these kinds only if the logits have 16 bits, and the last
+// two kinds only on devices with clusters.
 constexpr int held_in_registers = 8, held_with_chunks = 7, held_with_tokens = 5, held_with_options = 4;
 inline constexpr Kernel in_place_held("InPlaceHeld", Instance{row_threads, wide, held_in_registers},
                                       Instance{row_threads, 8, held_with_chunks}, Instance{row_threads, 8, held_with_options, none, true});

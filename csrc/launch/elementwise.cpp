@@ -38,7 +38,7 @@ Launch stream_copy(const DeviceProfile& device, int64_t vectors, int k) {
   return {&stream_copy_kernel, stream_copy_kernel.instance(none, k), 1, vectors, plan};
 }
 
-// The ops that op_plans.h lists.
+// The ops that planned_ops() lists (op_plans.h).
 namespace {
 
 Launches copy(const DeviceProfile& device, const Call& call) {

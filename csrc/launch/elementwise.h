@@ -33,7 +33,7 @@ Launch partial_columns(const DeviceProfile&, int64_t rows, int64_t cols, int vec
 inline constexpr Kernel sum_columns_kernel("SumColumns", Instance{independent_threads});
 Launch sum_columns(const DeviceProfile&, int64_t partial_rows, int64_t first_cols, int64_t second_cols);
 
-// The product of `factors` numbers.
+// The kernel of scalar_product() (kernels/elementwise.h), one block. factors: the number of ScalarProduct::factors, 1 if there are none.
 inline constexpr Kernel product_kernel("Product", Instance{row_threads});
 Launch product(const DeviceProfile&, int64_t factors);
 

@@ -11,7 +11,7 @@ Launch glu(const DeviceProfile& device, const Kernel& kernel, bool silu, int64_t
   return row_tiles(device, kernel, {rows, cols, vec, glu_k, false, contiguous}, tunables[&kernel == &glu_forward][silu], knobs);
 }
 
-// The ops that op_plans.h lists.
+// The ops that planned_ops() lists (op_plans.h).
 namespace {
 
 template <const Kernel& KernelTable, bool Silu> Launches gated(const DeviceProfile& device, const Call& call) {

@@ -108,7 +108,7 @@ GroupNormLaunches group_norm_backward(const DeviceProfile& device, const GroupNo
   return {{&group_norm_backward_registers, instance, shape.rows, shape.cols, plan, tunable}, {}, {}, samples * plan.cluster};
 }
 
-// The ops that op_plans.h lists.
+// The ops that planned_ops() lists (op_plans.h).
 namespace {
 
 const Fact groups{"groups", 1}, channel{"channel"};  // groups of a sample; elements of a channel, 0: the whole group is one channel

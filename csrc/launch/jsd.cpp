@@ -18,7 +18,7 @@ Launch jsd_backward(const DeviceProfile& device, int64_t rows, int64_t vocab, in
   return row_tiles(device, jsd_backward_kernel, {rows, vocab, vec, jsd_tile_k, true}, "jsd_backward", passed_knobs);
 }
 
-// The ops that op_plans.h lists.
+// The ops that planned_ops() lists (op_plans.h).
 namespace {
 
 // The kernels do not require whole vectors or an aligned start of a row.

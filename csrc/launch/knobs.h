@@ -13,13 +13,14 @@ namespace liger::launch {
 // 0 leaves a choice to the planner. A planner first makes each choice independently of the knobs. Then the knob of that name, if the kernel
 // uses it, replaces the choice, clamped to the legal range (with_knob(), plan.h). The other fields of a plan follow from the choices.
 // So a plan with any knobs can be launched, covers all of the work, and needs no more workspace than the plan without knobs.
-// The planner of the norms chooses two of the kernels, for few rows and for rows of whole warps, only without knobs.
+// The planner of the norms chooses the backward's kernel for few rows only without knobs, and the forward's instance for whole warps only
+// if no knob spreads rows.
 struct Knobs {
   int threads = 0;  // threads per row: the norms, softmax, rows of logits
   int block = 0;  // threads per block, where a block has several rows or independent parts
   int cluster = 0;  // blocks that share a row; more if these cannot hold it
   int stages = 0;  // pipeline stages, each of which holds a row that is fetched ahead
-  int resident = 0;  // blocks per multiprocessor at a time, of kernels whose blocks are persistent
+  int resident = 0;  // blocks per multiprocessor at a time: the norms' backward, losses in place
 
   // Returns whether a knob sets how a row is spread over threads and blocks.
   bool spread_rows() const { return threads > 0 || block > 0 || cluster > 0; }
@@ -42,7 +43,7 @@ struct Tunable {
   constexpr Tunable() = default;
   consteval Tunable(const char* name) : name(name), id(tunable_id(name)) {}
 };
-// An entry of this name applies to every launch without an entry under its own name. Tests force plans with it.
+// An entry of this name applies to every launch that takes knobs and has no entry for its own KnobKey. Tests force plans with it.
 inline constexpr Tunable every_tunable = "every";
 
 // Calls that share their knobs. Numbers of rows are rounded up to a power of two, so that similar numbers share them.

@@ -1,10 +1,10 @@
-// Launch: one launch of a kernel, as plain data. Each launch/<op>.h declares a function that returns the launches of an op. This function
-// is their only description: gpu/<op>.cu executes the launches that it returns, and plans() (op_plans.h) shows them to Python. The same
+// Launch: one launch of a kernel, as plain data. Each launch/<op>.h declares functions that return the launches of an op. These functions
+// are their only description: csrc/gpu executes the launches that they return, and plans() (op_plans.h) shows them to Python. The same
 // header lists the op's kernels (Kernel), each with all instances of its template.
 //
-// The last argument of these functions points to knobs (knobs.h), which change the plans. Tuning and tests pass knobs. Ops pass null; then
-// the table of tuned knobs applies. The functions throw std::length_error if a tensor needs more threads than one launch can have on the
-// device.
+// The last argument of most of these functions points to knobs (knobs.h), which change the plans. Tuning and tests pass knobs. Ops pass
+// null; then the table of tuned knobs applies. The functions throw std::length_error if a tensor needs more threads than one launch can
+// have on the device.
 #pragma once
 #include <cstdint>
 #include <iterator>
@@ -25,8 +25,8 @@ constexpr int independent_threads = 256;  // kernels whose threads are independe
 // block.
 constexpr int reduction_bytes(int values, int cluster = 1) { return 2 * 8 + 2 * values * 32 * cluster * int(sizeof(float)); }
 
-// In the fused loss, rows of at least this many vectors get a cluster of two blocks of 256 threads. A block of 512 threads with eight
-// vectors each would hold rows of up to 4,096 vectors, but is slower.
+// In the fused loss, rows of at least this many vectors get a cluster of two or more blocks of 256 threads. A block of 512 threads with
+// eight vectors each would hold rows of up to 4,096 vectors, but is slower.
 constexpr int cluster_min_vectors = 512 * 8 / 4 * 3;
 
 // A kernel instance: its launch bound, and the integer arguments of its template. These are vec, k and threads, in this order; `none` marks
@@ -37,7 +37,7 @@ struct Instance {
   int vec = none;  // elements per access. `wide` is 16 bytes: the table then holds two instances, one of 4 elements and one of 8
   int k = none;  // vectors per thread
   int threads = none;  // threads per row, where the number is a compile-time constant
-  bool ahead = false;  // true: compiled only for devices that may have clusters, or copies that fetch rows ahead of their use
+  bool ahead = false;  // true: compiled only where devices may have clusters (may_have_clusters in csrc/gpu), so not for HIP
   bool operator==(const Instance&) const = default;
 };
 constexpr bool any_instance(const Instance&) { return true; }
@@ -72,7 +72,7 @@ struct Launch {
   bool is(const Kernel& other) const { return kernel == &other; }
 };
 
-// Calls f.operator()<I>() with the instance I of a launch of kernel Of. Compiles only the instances for which Fits(instance) is true, and
+// Calls f.operator()<I>() with the instance I of a launch of KernelTable. Compiles only the instances for which Fits(instance) is true, and
 // throws std::logic_error if the launch needs another one.
 template <const Kernel& KernelTable, auto Fits = any_instance, class F> void with_instance(const Launch& config, F f) {
   const auto run_if_it_is = [&]<size_t At>() {

@@ -1,5 +1,5 @@
-// Helpers that list the losses' launches for op_plans.h (cross_entropy.cpp, trace/fused_loss_plans.cpp), and the facts that these lists
-// depend on. A fact (op_plans.h) is a property of a call, such as reduction "none".
+// Helpers that list cross_entropy's launches for op_plans.h, and facts on which the launches of cross_entropy and of the fused loss
+// (trace/fused_loss_plans.cpp) depend. A fact (op_plans.h) is a property of a call, such as reduction "none".
 #pragma once
 #include "launch/cross_entropy.h"
 #include "launch/op_plans.h"

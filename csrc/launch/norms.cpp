@@ -17,7 +17,7 @@ RowTiling forward_tiling(NormForwardKind kind, int64_t cols, int vec) {
   if (kind.centered)
     return {.vec = vec, .max_k = max_k, .max_block = vectors <= 256 * max_k ? 256 : 512, .k = 4, .long_k = 6, .long_from = 64};
   // With two tensors, two vectors of each per thread are fastest, and eight are too many. So rows that 512 threads would hold with more
-  // than four vectors each get 1,024 threads.
+  // than four vectors each get 1,024 threads, if these hold them with four.
   if (kind.residual) {
     const bool large = 512 * 4 < vectors && vectors <= 1024 * 4;
     return {.vec = vec, .max_k = max_k, .max_block = large ? 1024 : 512, .k = 2};
@@ -65,8 +65,8 @@ LaunchPlan norm_warps(const DeviceProfile& device, int64_t rows, int64_t cols, i
   plan.vec = vec;
   plan.threads_per_row = static_cast<int>(with_knob(warps, ceil_div(knobs.threads, device.warp), warps, most_warps) * device.warp);
   plan.k = vectors > 2 * plan.threads_per_row ? 3 : 2;
-  // Two blocks of up to 256 threads in place of one of 512, if they hold as many rows and a row has fewer than 256 threads. That is faster,
-  // except for 256 threads per row (equal) and three vectors per thread (slower; docs/measurements.md).
+  // Two blocks of up to 256 threads in place of one of 512, if they hold as many rows and a row has fewer than 256 threads. That is faster;
+  // for 256 threads per row it is equal, and slower with three vectors per thread (docs/measurements.md).
   const bool pairs = plan.threads_per_row < 256 && 512 / plan.threads_per_row == 2 * (256 / plan.threads_per_row);
   // A block has at most 15 barriers for its rows. A call of few rows is spread over all multiprocessors, with fewer rows per block.
   const int64_t most =
@@ -247,7 +247,7 @@ int64_t norm_partial_rows(const DeviceProfile& device, int64_t rows, int64_t col
   return most;
 }
 
-// The ops that op_plans.h lists.
+// The ops that planned_ops() lists (op_plans.h).
 namespace {
 
 // A parameter is missing or has another dtype than the result; backward: the dtypes of dy, dsum and x differ.

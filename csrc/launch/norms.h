@@ -26,8 +26,8 @@ constexpr int cluster_blocks(NormForwardKind kind) { return kind.centered ? 4 : 
 // 16-bit rows of RMSNorm whose number of vectors is far from a power of two: one row per block, of whole warps with three vectors per
 // thread. 48 registers are enough for a thread, so that a multiprocessor holds five blocks of the largest size.
 constexpr int forward_warps_k = 3, forward_warps_bound = 256, forward_warps_blocks = 5;
-// 16-bit rows of RMSNorm with 128 columns (heads of queries and keys): eight threads with two vectors each, a compile-time constant. 40
-// registers are enough for a thread, so that a multiprocessor holds three blocks of 512 threads.
+// 16-bit rows of RMSNorm with 72 to 128 columns (heads of queries and keys): eight threads with two vectors each, a compile-time constant.
+// 40 registers are enough for a thread, so that a multiprocessor holds three blocks of 512 threads.
 constexpr int forward_lanes = 8, forward_lanes_k = 2, forward_lanes_bound = 512, forward_lanes_blocks = 3;
 
 // threads: the launch bound, which for clusters is cluster_block; or whole_warps, or forward_lanes.
@@ -63,7 +63,7 @@ inline constexpr Kernel norm_backward_few("NormBackwardFew", Instance{512, wide,
                                           Instance{512, wide, 4, 4});
 constexpr int64_t few_tiles(int64_t cols, const Instance& instance) { return ceil_div(cols, instance.threads * instance.vec); }
 // threads: the threads of a row in a block, as a template argument. 0: a part of a warp, or rows of single elements; whole_warps: any
-// number of warps; 512: a block of a cluster or, on devices without clusters, of a long row with four vectors per thread.
+// number of warps; 512: a block of a cluster, or a row of 512 threads in one block.
 inline constexpr Kernel norm_backward_registers("NormBackwardRegisters", Instance{512, 1, 4, 0}, Instance{512, wide, 2, 0},
                                                 Instance{512, wide, 2, whole_warps}, Instance{512, wide, 3, whole_warps, true},
                                                 Instance{512, wide, 2, 512}, Instance{512, wide, 4, 512});

@@ -8,7 +8,7 @@
 namespace liger::launch {
 namespace {
 
-// Filled during static initialisation, by the constants in launch/<op>.cpp.
+// Filled during static initialisation, by the constants of the types Planned and Fact.
 std::vector<const Planned*>& all_planned() {
   static std::vector<const Planned*> all;
   return all;

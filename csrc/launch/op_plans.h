@@ -11,8 +11,8 @@
 
 namespace liger::launch {
 
-// A property of a call on which an op's launches depend, in addition to the fields of Call: a number, or 0 or 1. Each fact is a constant in
-// launch/<op>.cpp, or here if several ops use it.
+// A property of a call on which an op's launches depend, in addition to the fields of Call: a number, or 0 or 1. Each fact is a constant
+// beside the Planned of its op, or in a header if several ops use it.
 struct Fact {
   explicit Fact(const char* name, int64_t default_value = 0);
   Fact(const Fact&) = delete;
@@ -46,7 +46,7 @@ inline bool empty(const Call& call) { return call.rows == 0 || call.cols == 0; }
 using Launches = std::vector<Launch>;
 
 // Registers an op, or an op's backward, for the functions below: the function that returns its launches, and all kernels that it may
-// launch. Each is a constant in launch/<op>.cpp.
+// launch. Each is a constant in launch/<op>.cpp; those of the fused loss are in trace/fused_loss_plans.cpp.
 struct Planned {
   Planned(const char* op, Launches (*launches)(const DeviceProfile&, const Call&), std::vector<const Kernel*> kernels);
   Planned(const Planned&) = delete;

@@ -1,6 +1,6 @@
 // LaunchPlan: the threads, blocks and shared memory with which a kernel is launched on a device for a shape; and the planners that several
-// ops use. Launch constants are in csrc/launch alone: constants of several kernels here and in plan.cpp, constants of one op in its <op>.h
-// and <op>.cpp.
+// ops use. Launch constants are in csrc/launch alone: constants of several kernels here, in plan.cpp and in launch.h, constants of one op
+// in its <op>.h and <op>.cpp.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -29,14 +29,14 @@ constexpr int64_t with_knob_pow2(int64_t choice, int64_t knob, int64_t least, in
   return with_knob(choice, knob > 0 ? next_pow2(knob) : 0, least, most);
 }
 
-// regs: the threads of a row hold it in registers (and shared memory), so that the kernel reads it once. reread: a two-pass kernel reads
-// the row twice, because it is too long to be held.
+// regs: the threads of a row hold it in registers (and shared memory), so that the kernel reads it once. reread: they do not hold the row;
+// a kernel that needs it twice reads it twice.
 enum class Path { regs, reread };
 
 struct LaunchPlan {
   Path path = Path::regs;
-  int vec = 1;              // elements per access: as many as 16 bytes hold, or 1 where rows are not aligned to 16 bytes
-  int k = 1;                // vectors that a thread holds in registers (regs), or that it loads before it uses the first one (reread)
+  int vec = 1;              // elements per access: mostly as many as 16 bytes hold; 1 where the kernel cannot have wide accesses
+  int k = 1;                // vectors that a thread holds in registers, or that it loads before it uses the first one
   int slots = 0;            // further vectors that a thread holds in shared memory
   int threads_per_row = 32; // a power of two within a warp, whole warps of one block, or all threads of a cluster
   int block = 32;           // threads per block; a block processes block / threads_per_row rows at a time
@@ -45,7 +45,7 @@ struct LaunchPlan {
   int smem = 0;             // dynamic shared memory, bytes
   int stages = 0;           // pipeline stages in shared memory, into which rows are fetched ahead (gpu/row_stream.h); 0: none
   int shared_offset = 0;    // bytes: where the stages, or the vectors of `slots`, begin in shared memory, behind the reductions' buffers
-  bool pdl = false;         // programmatic dependent launch: the kernel starts while the one before it still runs
+  bool pdl = false;         // programmatic dependent launch: the kernel may start while the one before it still runs
   int warp = 32;            // threads per warp on this device
   int partial_rows = 0;     // rows of fp32 partial sums that this kernel writes and a second kernel adds up (dweight, dbias)
 };
@@ -55,7 +55,7 @@ struct LaunchPlan {
 void check_threads(const DeviceProfile&, const LaunchPlan&);
 
 // The rule by which plan_row spreads a row over threads. The number of threads is the smallest power of two with which no thread has more
-// than `k` vectors, but at most max_block.
+// than `k` vectors, but at most max_block, and at least eight if the row has that many vectors.
 struct RowTiling {
   int vec = 1;            // elements per access; 1 where alignment forbids more
   int max_k = 4;          // the most vectors that a thread's registers hold: a thread has more than `k` if the block has too few threads
@@ -70,15 +70,16 @@ LaunchPlan plan_row(const DeviceProfile&, int64_t rows, int64_t cols, const RowT
 
 // True if a call has so few rows that the device is not full even with a block for each row. Each row then gets more threads.
 inline bool few_rows(const DeviceProfile& device, int64_t rows) { return rows < 2 * device.multiprocessors; }
-// For kernels that hold a row in registers (the forward of the norms, losses in place): as plan_row, but calls of few rows get one vector
-// per thread. Rows that a block cannot hold, and rows of `cluster_from` vectors or more, get a cluster of blocks if the device supports a
-// cluster that holds them. Otherwise a row that a block cannot hold gets one block, which reads the row twice.
+// For kernels that hold a row in registers (the forward of the norms, GroupNorm's backward, losses in place): as plan_row, but calls of few
+// rows get one vector per thread. Rows that a block cannot hold and, in calls of more rows, rows of `cluster_from` vectors or more get a
+// cluster of blocks if the device supports a cluster that holds them. Otherwise a row that a block cannot hold gets one block, which reads
+// the row twice.
 LaunchPlan plan_row_forward(const DeviceProfile&, int64_t rows, int64_t cols, RowTiling, const Knobs& = {},
                             int64_t cluster_from = std::numeric_limits<int64_t>::max());
 constexpr int cluster_block = 256;  // threads per block in these clusters
 // Returns `plan` with a cluster of blocks for each row, of `block` threads with at most k vectors each. It does so if a single block cannot
 // hold the row (plan.path is reread), or if `wants`, the number of blocks that should share a row, is two or more. Returns `plan` unchanged
-// otherwise, and where the device has no clusters of a fitting size.
+// otherwise, for accesses of single elements, and where the device has no clusters of a fitting size.
 LaunchPlan with_cluster(const DeviceProfile&, LaunchPlan plan, int64_t rows, int64_t cols, int k, int block, int64_t wants);
 // The number of clusters of persistent blocks that a device holds if each multiprocessor has `resident` of the blocks (clamped to 1 to 3).
 int64_t persistent_clusters(const DeviceProfile&, int64_t cluster, int resident);
@@ -127,7 +128,7 @@ RopePlan plan_rope(const DeviceProfile&, int64_t positions, int64_t q_heads, int
                    const Knobs& = {});
 
 // The kernel that adds up partial rows (gpu/column_sum.h). Columns come in two groups: dweight's, then dbias's. A block has threads_per_row
-// columns of one group, and all rows; a thread adds up about four of the rows.
+// columns of one group, and all rows. Up to 32 threads share a column; a thread adds up about four rows, or more if there are many.
 LaunchPlan plan_column_sum(const DeviceProfile&, int64_t partial_rows, int64_t first_cols, int64_t second_cols);
 
 // Rows of logits (cross entropy): at most one block per row. Its threads loop over the row. With `stash`, the kernel needs each row twice:

@@ -21,7 +21,7 @@ struct DeviceProfile {
   int64_t l2_bytes = 0;           // as the driver counts: on MI300X and later the L2 of one die
   int64_t memory_bytes = 0;
   bool native_bf16 = true;
-  bool bulk_copies = false, async_copies = false;  // copies to shared memory: of any length (from Hopper on); of 16 bytes (Ampere, Ada)
+  bool bulk_copies = false, async_copies = false;  // copies to shared memory: of many bytes (from Hopper on); of 16 bytes (Ampere, Ada)
   // The numbers of clusters of 1, 2, 4 and 8 blocks (second index) that are resident on the device, if a multiprocessor holds 1, 2 or 3 of
   // the blocks (first index); 0: the device has no clusters of that size. On an H100, which has 132 multiprocessors,
   // resident_clusters[0][3] is 13 and not 132 / 8: a cluster lies within one group of multiprocessors (GPC), and each of its eight blocks

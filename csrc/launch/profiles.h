@@ -7,7 +7,7 @@
 
 namespace liger::launch {
 
-// All profiles, ordered by vendor and by age within a vendor. profiles.cpp names the sources of the figures.
+// All profiles, ordered by vendor and roughly by age within a vendor. profiles.cpp names the sources of the figures.
 const std::vector<DeviceProfile>& reference_profiles();
 
 // The profile of this name, regardless of case, spaces and dashes ("RTX 3070", "rtx3070"). Throws std::invalid_argument, which lists the

@@ -6,6 +6,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <stdexcept>
 
 #include "launch/profiles.h"
 
@@ -38,6 +39,7 @@ const DeviceProfile& nearest_reference(const DeviceProfile& gpu) {
     const bool same = std::strstr(gpu.name, known.name) != nullptr, found = nearest && std::strstr(gpu.name, nearest->name);
     if (!nearest || (same && !found) || (same == found && distance(known, gpu) < distance(*nearest, gpu))) nearest = &known;
   }
+  if (nearest == nullptr) throw std::invalid_argument("nearest_reference: no reference GPU is of this vendor");
   return *nearest;
 }
 

@@ -11,7 +11,7 @@ Launch relu_squared(const DeviceProfile& device, const Kernel& kernel, int64_t r
   return row_tiles(device, kernel, {rows, cols, vec, relu_squared_k, false, contiguous}, tunable, knobs);
 }
 
-// The ops that op_plans.h lists.
+// The ops that planned_ops() lists (op_plans.h).
 namespace {
 
 template <const Kernel& KernelTable> Launches planned(const DeviceProfile& device, const Call& call) {

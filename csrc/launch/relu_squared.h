@@ -11,7 +11,7 @@ inline constexpr Kernel relu_squared_forward("ReluSquaredForwardKernel", Instanc
 inline constexpr Kernel relu_squared_backward("ReluSquaredBackwardKernel", Instance{independent_threads, 1},
                                               Instance{independent_threads, wide});
 
-// kernel: one of the two above. row_tiles (elementwise.h) explains the other arguments.
+// kernel: one of the two above. TiledRows (elementwise.h) explains the other arguments.
 Launch relu_squared(const DeviceProfile&, const Kernel& kernel, int64_t rows, int64_t cols, int vec, bool contiguous,
                     const Knobs* = nullptr);
 

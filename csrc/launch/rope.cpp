@@ -22,7 +22,7 @@ RopeLaunch rope(const DeviceProfile& device, const RopeShape& shape, int64_t don
   return {{&kernel, kernel.instance(vec), plan.positions, shape.head_dim, plan.launch, tunable}, plan.lanes, plan.q_slots, plan.k_slots};
 }
 
-// The ops that op_plans.h lists.
+// The ops that planned_ops() lists (op_plans.h).
 namespace {
 
 const Fact q_heads{"q_heads", 1}, k_heads{"k_heads", 1}, rotary_dim{"rotary_dim"},

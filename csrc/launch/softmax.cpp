@@ -61,7 +61,7 @@ LaunchPlan plan_any_length(const DeviceProfile& device, const SoftmaxShape& shap
     const bool small = vectors <= blocks * (few ? 512 : 256 * (k + 2));
     threads = with_knob_pow2(small ? 256 : 512, knobs.block, 256, 512);
   } else {
-    // As many vectors per thread as registers hold: fewer vectors in more threads are slower.
+    // As many vectors per thread as registers hold: fewer vectors in more threads are slower, except in calls of few rows.
     const int64_t holding = std::clamp<int64_t>(next_pow2(ceil_div(vectors, k)), min_edge_threads, 1024);
     threads = with_knob_pow2(std::clamp<int64_t>(few ? next_pow2(vectors) : holding, holding, 1024), knobs.threads, holding, 1024);
   }
@@ -110,7 +110,7 @@ Launch softmax_backward(const DeviceProfile& device, const SoftmaxShape& shape, 
   return softmax(device, shape, {softmax_backward_registers, softmax_backward_long, softmax_backward_k, 2, "softmax_backward"}, knobs);
 }
 
-// The ops that op_plans.h lists.
+// The ops that planned_ops() lists (op_plans.h).
 namespace {
 
 template <auto PlanLaunch> Launches over_rows(const DeviceProfile& device, const Call& call) {

@@ -8,8 +8,8 @@ namespace liger::launch {
 // have exactly this many.
 constexpr int softmax_forward_k = 8, softmax_backward_k = 4;
 
-// softmax_registers: rows of whole vectors that registers hold. softmax_long: rows of any length at any address, in registers and shared
-// memory. Likewise for the backward.
+// softmax_registers: rows of whole vectors, or of single elements, that registers hold. softmax_long: rows of any length at any address, in
+// registers and shared memory; it reads the part that these cannot hold twice. Likewise for the backward.
 inline constexpr Kernel softmax_registers("SoftmaxRegisters", Instance{row_threads, 1, 4}, Instance{row_threads, wide, 1},
                                           Instance{row_threads, wide, 2}, Instance{row_threads, wide, 4}, Instance{row_threads, wide, 8});
 inline constexpr Kernel softmax_long("SoftmaxLong", Instance{row_threads, 1, 4}, Instance{row_threads, wide, softmax_forward_k});

@@ -28,8 +28,8 @@ template <auto op, auto check, class Order> struct CheckedNamed {
   static constexpr auto run = &NamedArguments<Order, checked>::run;
 };
 
-// The function to register for an op: boxed<softmax_op, check_softmax>. It runs the check (csrc/checks), then the op; errors keep their
-// type.
+// The function to register for an op: boxed<softmax_op, check_softmax>. It runs the check (csrc/checks), then the op. An exception becomes
+// the Python error that errors.h lists.
 template <auto op, auto check, class... Order> void boxed(StableIValue* stack, uint64_t inputs, uint64_t outputs) {
   constexpr auto run = [] {
     if constexpr (sizeof...(Order) == 0) return &Checked<op, check>::run;

@@ -33,7 +33,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_op(Tens
   weight = contiguous(scope, weight);
 
   const Counts counts = allocate_counts(scope, target, weight, {}, rows.cols, options, acc);
-  const bool count_first = options.reduction == Reduction::none || options.label_smoothing != 0;  // a row needs the sum of all weights
+  // With label smoothing a row needs the sum of all weights; with reduction "none" no reduction follows that could count.
+  const bool count_first = options.reduction == Reduction::none || options.label_smoothing != 0;
   if (count_first) cross_entropy_counts(counts.arguments, scope);
   LossRows losses(scope, logits, rows.rows, acc, options, return_z_loss, return_token_accuracy, return_predicted_tokens);
   Tensor lse = allocate(scope, {2, rows.rows}, acc, logits);

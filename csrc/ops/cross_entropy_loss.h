@@ -14,8 +14,8 @@ inline void copy_values(const Head& head, int64_t values, int64_t rows, const vo
   scale_cast({values, rows, {from, from_stride, head.acc}, {to, to_stride, head.acc}, nullptr, {}}, head.scope);
 }
 
-// Tensors of log-probabilities, each for all rows and each optional: the temperatures; `mix`, the gradient of the entropy
-// (CrossEntropyBackward::mix); and `gradient_state`, memory in which the forward saves log-sum-exps for the backward. moments: true if the
+// Further tensors, each for all rows and each optional. Of log-probabilities: the temperatures, and `mix`, the gradient of the entropy
+// (CrossEntropyBackward::mix). gradient_state: memory in which the forward saves log-sum-exps for the backward. moments: true if the
 // statistics include moments, even if no result that needs them is requested.
 struct Tokens {
   OptionalTensor temperature, mix, gradient_state;

@@ -1,15 +1,15 @@
-// The fused loss: a head and its loss, without the logits of all rows in memory. One buffer holds the logits of a chunk: of some rows, or
-// of some rows and classes. A matmul computes the logits, the loss overwrites them by their gradient, and further matmuls compute from this
-// gradient the gradients of x, weight and bias. Nothing waits for the host: the loss's factor `scale` (1/N for the mean of N rows) and the
-// upstream gradient (a loss scale) stay in device memory and multiply the results of the matmuls, so a value that is stored in 16 bits is
-// never scaled by 1/N.
+// The fused loss: a head and its loss, computed in chunks of the logits. A buffer holds the logits of a chunk: of some or all rows, or of
+// some rows and classes. A matmul computes the logits, the loss overwrites them by their gradient, and further matmuls compute from this
+// gradient the gradients of x, weight and bias. The host never waits for the device: the loss's factor `scale` (1/N for the mean of N rows)
+// and the upstream gradient (a loss scale) stay in device memory and multiply the results of the matmuls. So a gradient of logits that is
+// stored in 16 bits is never scaled by 1/N.
 //
-// The loss reads the logits of whole rows once. If the buffer is too small for 128 whole rows, the vocabulary is cut into chunks. A first
-// round of matmuls yields the statistics of each vocabulary chunk. After their merge, a second round yields the gradient.
+// Mostly the loss reads the logits of whole rows once. A plan for less memory also cuts the vocabulary into chunks. Then a first round of
+// matmuls yields the statistics of each vocabulary chunk. After their merge, a second round yields the gradient.
 //
 // The caller selects the strategy for the gradients (launch/chunks.h):
 //   deferred     The forward saves the gradient of all logits, and the backward runs the matmuls, whose results it multiplies by
-//                grad_output * scale. No fp32 copy of dweight exists, and reduction "none" costs nothing extra.
+//                grad_output * scale. dweight needs no fp32 sum over chunks, and reduction "none" no second computation of the logits.
 //   overlaid     As deferred, but the gradient of the logits is saved in chunks of the vocabulary, in the memory that becomes dweight and
 //                in a further tensor, the rest (launch/chunks.h). dx is a sum over these chunks. The forward saves the gradient of the
 //                first chunk_classes classes (an argument of the op); the backward recomputes the gradient of the others.

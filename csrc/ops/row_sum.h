@@ -1,6 +1,6 @@
-// RowSum: a matrix to which matmuls of several chunks add, in a wider dtype than the result: dweight or dx in fp32 for a 16-bit result. The
-// result's memory holds as many first rows of the sum as fit, a second buffer (`rest`) the others. The conversion to the result's dtype is
-// in place, and allocates at most a few rows.
+// RowSum: a matrix to which matmuls of several chunks add, mostly in a wider dtype than the result: dweight or dx in fp32 for a 16-bit
+// result. The result's memory may hold the first rows of the sum; a second buffer (`rest`) holds the others. A conversion of the first rows
+// to the result's dtype is then in place, and allocates at most 64 rows (launch::first_narrowed_rows).
 #pragma once
 #include <algorithm>
 

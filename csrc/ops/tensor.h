@@ -50,7 +50,7 @@ OptionalTensor contiguous(const Scope& scope, const OptionalTensor& t);
 struct Range {
   int64_t first, count;
 };
-// Calls f(range) for each range of `step` in [0, total); the last one may be shorter. The trace runs equal ranges once for all.
+// Calls f(range) for each range of `step` in [0, total); the last one may be shorter. The trace makes one call for several equal ranges.
 template <class F> void for_each_range(const Scope& scope, int64_t total, int64_t step, F f) {
   for (int64_t first = 0; first < total;) {
     const auto repeated = scope.repeated(first, total, step);

@@ -27,7 +27,8 @@ std::optional<Dtype> kernel_dtype(ScalarType type);
 bool same_device(const Tensor& t, const Tensor& like);
 inline bool takes_float64(const Tensor&) { return !LIGER_IS_GPU; }
 
-// A guard for the tensor's device and its current stream, for as long as an op runs.
+// Selects the tensor's device for as long as an op runs, and passes the device's current stream to kernels. The constructor throws the
+// error of a bad target that an earlier kernel has recorded (kernels/device.h).
 class Scope {
  public:
   Scope(const char* op, const Tensor& t);
@@ -46,8 +47,8 @@ class Scope {
   std::optional<torch::stable::accelerator::DeviceGuard> guard_;
 };
 
-// Throws OutOfMemory, "CUDA out of memory. liger_ext::<op> tried to allocate N MiB", if there is too little memory; any other failure
-// throws with its cause.
+// Throws OutOfMemory, on a GPU "CUDA out of memory. liger_ext::<op> tried to allocate N MiB", if there is too little memory; any other
+// failure throws with its cause.
 Tensor allocate_strided(const Scope& scope, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType type,
                         const Tensor& like);
 inline Tensor narrow_view(Tensor t, int64_t dim, int64_t start, int64_t length) { return torch::stable::narrow(t, dim, start, length); }

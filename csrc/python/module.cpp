@@ -1,4 +1,5 @@
-// The Python module liger_ext._C: device profiles, launch plans (of the library liger_ext_plans) and the ops' checks. Needs no torch.
+// The Python module liger_ext._C: device profiles, launch plans and traces (of the library liger_ext_plans), and the ops' checks. Needs no
+// torch.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -22,7 +23,7 @@ using namespace liger::launch;
 namespace liger::python {
 namespace {
 
-std::vector<void (*)(py::module_&, py::module_&)>& all_bindings() {  // filled before main(), by the files of the ops
+std::vector<void (*)(py::module_&, py::module_&)>& all_bindings() {  // filled as the module is loaded, by the files of the ops
   static std::vector<void (*)(py::module_&, py::module_&)> all;
   return all;
 }
@@ -144,7 +145,7 @@ void bind_launches(py::module_& m) {
               all[kernel->name].emplace_back(arguments(kernel_instance), kernel_instance.max_threads, kernel_instance.ahead);
         return all;
       },
-      "All instances of every kernel: integer template arguments, launch bound, and whether only CUDA's library has it.");
+      "All instances of every kernel: integer template arguments, launch bound, and whether HIP's library lacks it.");
   py::class_<Launch>(
       m, "NamedLaunch",
       "A launch of an op: the kernel, its integer template arguments, its plan and launch bound, and the tunable it belongs to.")

@@ -22,7 +22,7 @@ constexpr double matmul_launches = 4;  // the fixed cost of a matmul, as a multi
 inline double matmul_seconds(const launch::Rates& rates, double m, double n, double k, int64_t operand_bytes, int64_t result_bytes,
                              bool accumulates) {
   if (m * n * k == 0) return 0;
-  // A CPU (only CPUs have rates.fresh) multiplies 16-bit matrices twice for a result in fp32 (cpu/gemm.cpp).
+  // For a CPU (only CPUs have rates.fresh): the strategy split (cpu/gemm.cpp) multiplies 16-bit matrices twice for a result in fp32.
   const double products = rates.fresh > 0 && result_bytes > operand_bytes ? 2 : 1;
   const double operations = products * 2 * m * n * k / (operand_bytes == 2 ? rates.matmul_16 : rates.matmul_32);
   const double traffic = m * n * double(result_bytes) * (accumulates ? accumulating : 1) / rates.bandwidth;

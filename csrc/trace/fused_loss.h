@@ -20,7 +20,7 @@ struct LossCall {
   bool moments = false, temperature = false;  // of log-probabilities
   bool wide_logits = false;  // logits are in the accumulator's dtype
   bool in_place = true;  // the backward may compute dweight in the memory that the forward returned
-  bool aligned = true;   // 16-byte accesses fit the tensors. false only if a caller's hooks move saved tensors
+  bool aligned = true;   // 16-byte accesses fit the tensors; false, for example, if a caller's hooks move saved tensors
 };
 
 // The strategy for the gradients, and the number of rows and classes of logits that exist at a time (ops/fused_linear.h).

@@ -12,7 +12,7 @@ namespace {
 
 const Fact hidden{"hidden", 1}, chunk_rows{"chunk_rows"}, chunk_classes{"chunk_classes"};  // chunk_*: 0 for a single chunk
 const Fact overlaid{"overlaid"};  // the strategy overlaid, which stores the gradients of chunk_classes classes
-const Fact moments{"moments"};  // of log-probabilities: the entropy
+const Fact moments{"moments"};  // of log-probabilities: the entropy, the mean logit and the sum of squares
 
 trace::LossPlan loss_plan(const Call& call, const trace::LossCall& loss_call) {
   trace::LossPlan plan;

@@ -1,5 +1,5 @@
-// The functions of csrc/kernels for the backend `trace`. They compute nothing: each adds an estimate of its time to the Recorder and, if
-// the Recorder has lists, records its launch or matmul there.
+// The functions of csrc/kernels that the fused loss calls, for the backend `trace`. They compute nothing: each adds an estimate of its time
+// to the Recorder and, if the Recorder has lists, records its launch (for a GPU) or matmul there.
 #include "kernels/cross_entropy.h"
 #include "kernels/elementwise.h"
 #include "kernels/gemm.h"

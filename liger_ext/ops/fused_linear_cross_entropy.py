@@ -41,8 +41,8 @@ def fused_linear_cross_entropy(
     rows: CountedRows | Tensor | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
 ) -> Tensor | CrossEntropyOutput:
-    """Computes ``cross_entropy(x @ weight.T + bias, target)`` in one op. The logits exist in chunks, or all at once if they
-    fit in the memory of the level.
+    """Computes ``cross_entropy(x @ weight.T + bias, target)`` in one op. The logits exist in chunks, or all at once
+    if they fit in the memory of the level.
 
     The formula is that of :func:`cross_entropy`. The matmuls run in the promoted dtype of x and weight, or in the dtype
     of autocast; everything else is computed in float32 (float64 for float64). A gradient is computed only if its input
