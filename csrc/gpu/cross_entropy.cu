@@ -9,7 +9,7 @@
 // Rows may begin at any address (an odd vocabulary size): the elements before the first aligned vector and behind the last whole vector are
 // accessed singly, at most one per thread. The backward accesses whole rows element by element only if the rows of the gradient and of the
 // logits have different offsets modulo 16 bytes. `Full` is the instance for options that cost instructions per element (softcap, label
-// smoothing, argmax).
+// smoothing, argmax), and for access element by element.
 #include "gpu/cross_entropy_launch.h"
 #include "gpu/tiles.h"
 

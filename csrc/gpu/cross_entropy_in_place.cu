@@ -87,7 +87,8 @@ template <class T, int N, int K, bool Full, bool Chunked> struct InPlaceHeld {
     HeldLogits<T, N, K, decltype(logits)> held(logits, group, should_load(args, at) ? cols : 0, args.shared_offset);
     const LogitRow<T, Full> row(a, at, first, false);
     if (row.valid) held.load_single(group, cols);
-    // Only the thread that owns the target's column loads and overwrites the target's logit by itself; it also writes the losses.
+    // Only the thread that owns the target's column loads and overwrites the target's logit by itself; it also writes the losses
+    // (unless no chunk contains the target).
     const bool has_target = row.valid && held.owns(row.target, cols / N * N, group);
     Packed<T, 1> raw_target{};
     if (has_target) load(raw_target, logits.from(row.target)(0));

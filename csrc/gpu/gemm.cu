@@ -3,8 +3,8 @@
 //
 // The library's matrices are column-major, ours are row-major. A row-major C = A B is, in the same memory, the column-major C' = B' A': so
 // A and B are swapped. Sums are fp32 for all operands, also where the library splits k. If alpha is in device memory (a loss scale that the
-// host has not read), the library also reads beta from device memory: device_beta. Nothing synchronises and nothing is allocated, so calls
-// can be captured in a CUDA graph.
+// host has not read), the library also reads beta from device memory: device_beta. Nothing synchronises or allocates device memory, so
+// calls can be captured in a CUDA graph.
 //
 // With a bias, an fp32 C is first filled with the bias, and the product is added to it. A 16-bit C would be rounded twice in this way,
 // because cuBLAS rounds the product before the addition. So for a 16-bit C cublasLt, if it has an algorithm for the product, adds the bias
@@ -158,8 +158,8 @@ uint32_t alignment(const void* data) {
   return uint32_t(bits & -bits);
 }
 
-// Queues a product of 16-bit matrices with a bias. Returns false if cublasLt cannot compute it: there is none, or it has no
-// algorithm for this product.
+// Queues a product of 16-bit matrices with a bias. Returns false if cublasLt has not computed it: mostly because there is none, C is fp32,
+// or it has no algorithm for this product.
 bool gemm_with_bias(const LtLibrary& lt, blas::Handle handle, const Gemm& op, Stream stream) {
   if (!lt || dtype_bytes(op.c_dtype) != 2 || op.k == 0) return false;
   const int type = blas_type(op.c_dtype);

@@ -1,4 +1,4 @@
-// The arguments of all kernels over rows of logits, and the exponential and the softcap of single logits.
+// The arguments that the cross entropy kernels share, and the exponential and the softcap of single logits.
 #pragma once
 #include <climits>
 #include <cmath>
@@ -9,7 +9,7 @@
 
 namespace liger::gpu {
 
-// Arguments of all kernels over rows of logits.
+// vocab: the number of all classes; for Statistics and Backward, of the columns of their chunk.
 struct LogitRows {
   int64_t rows, vocab, first_row, stride;
   const void* logits;
@@ -17,7 +17,7 @@ struct LogitRows {
   Vector class_weight;
   const float* counts;
   int64_t ignore_index;
-  float hard_share, class_share;  // 1 - label_smoothing and label_smoothing / vocab
+  float hard_share, class_share;  // 1 - label_smoothing; label_smoothing / number of all classes, also for a chunk
   float lse_square_scale, softcap, inverse_softcap;  // inverse_softcap: logit_scale / softcap
   const float* temperature;  // nullptr: ones
   float logit_scale;

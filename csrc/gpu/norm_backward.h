@@ -1,4 +1,4 @@
-// The backward of RMSNorm, add+RMSNorm and LayerNorm. Bound by memory: dy and z are read once, dz is written once.
+// The backward of RMSNorm, add+RMSNorm and LayerNorm. Bound by memory: mostly, dy and z are read once and dz is written once.
 //
 //   n = (z - mean) * rstd,  g = dy * (weight + offset)
 //   dz = rstd * (g - mean(g) - n * mean(g * n)) [+ dsum],  dweight = sum of dy * n over rows,  dbias = sum of dy over rows
@@ -7,11 +7,11 @@
 // NormBackwardRegisters: persistent blocks walk over rows. A thread owns 4 to 24 columns. Their weights and fp32 sums stay in its
 // registers, and a RowStream fetches the next rows while the current one is reduced. Rows that a block cannot hold are held by a cluster of
 // blocks, where the device has clusters. Elsewhere a thread may own four vectors (32 columns, fp32: 16) and loads their weights again for
-// each row (walk_with_few_registers). Each block, or cluster, writes one partial row of its sums, so there are one or two partial rows per
+// each row (walk_with_few_registers). Each block, or cluster, writes one partial row of its sums: by default at most two partial rows per
 // multiprocessor. column_sum.h adds up the partial rows.
 //
-// Other files have the kernels for longer rows and mixed dtypes (norm_backward_reread.h), for few rows (norm_backward_few.h), and for calls
-// without dweight and dbias (norm_backward_rows.h).
+// Other files have the kernels for longer rows and mixed dtypes (norm_backward_reread.h), for few rows (norm_backward_few.h), and for most
+// calls without dweight and dbias (norm_backward_rows.h).
 #pragma once
 #include "gpu/device.h"
 #include "gpu/row_stream.h"

@@ -9,7 +9,7 @@
 
 namespace liger::gpu {
 
-// Returns the elements per access: 8 for 16-bit tensors, 4 if any tensor is fp32, 1 where rows are not aligned.
+// Returns the elements per access: 8 for 16-bit tensors, 4 if dy, z or dsum is fp32, 1 where rows are not aligned.
 inline int norm_backward_vec(const NormBackwardArgs& a) {
   const bool wide =
       aligned(a.dy, a.cols) && aligned(a.dsum, a.cols) && aligned(a.z, a.cols) && aligned(a.dz, a.cols) && aligned(a.weight, a.cols);

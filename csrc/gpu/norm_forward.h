@@ -1,4 +1,4 @@
-// The forward of RMSNorm, add+RMSNorm and LayerNorm. Bound by memory: each row is read once and written once.
+// The forward of RMSNorm, add+RMSNorm and LayerNorm. Bound by memory: most rows are read once and written once.
 //
 //   y = n * (weight + offset) + bias,   n = (z - mean) * rstd,   z = x [+ residual, stored as `sum`];   RMSNorm: mean = 0
 //

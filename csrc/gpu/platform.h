@@ -5,7 +5,7 @@
 //   struct K { struct Args {plain data}; static constexpr int max_threads; static LIGER_DEVICE void run(const Args&); };
 // and launch<K>(config, args, stream) launches it as `config`, a launch::Launch (launch/launch.h), describes. All lanes of a warp must
 // reach its collectives, and all threads of a block its barriers. So a thread whose row lies past the end clears a `live` flag and does not
-// return early, and loops that contain collectives have the same trip count in all threads of the block.
+// return before the last of them, and loops that contain collectives have the same trip count in all threads of the block.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -255,7 +255,7 @@ LIGER_DEVICE void store_one(void* data, Dtype dtype, int64_t at, float value) {
 constexpr float log2_e = 1.4426950408889634f;
 // exp(v) with an error of |v| units in the last place; results below the normal range become 0.
 LIGER_DEVICE float fast_exp(float v) { return fast_exp2(v * log2_e); }
-// A sum that is rounded once, at its end: it also sums the rounding error of each addition (Knuth's two-sum).
+// A sum that is nearly as exact as if it were rounded once, at its end: it also sums the rounding error of each addition (Knuth's two-sum).
 struct ExactSum {
   float v[2] = {};  // the sum, and the sum of the rounding errors
   LIGER_DEVICE void add(float value) { join(v, {value, 0}); }

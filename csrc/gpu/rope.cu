@@ -1,9 +1,9 @@
 // Rotary position embedding of q and k in one launch (more, beyond 2^31 threads). Bound by memory: q and k are read and written once.
 //
-// A thread processes two vectors of VEC columns in each of two heads of a position (batch, seq). Either it rotates them: they begin at
-// columns i and i + rotary_dim / 2. Or it copies them: they lie at or after column rotary_dim. Threads are numbered by position, head and
-// column, so a block may begin in the middle of a position's heads. More heads per thread would load cos and sin less often, but were not
-// faster (docs/measurements.md), since these loads hit the L1.
+// A thread processes up to two vectors of VEC columns in each of up to two heads of a position (batch, seq). Either it rotates them: they
+// begin at columns i and i + rotary_dim / 2. Or it copies them: they lie at or after column rotary_dim. Threads are numbered by position,
+// head and column, so a block may begin in the middle of a position's heads. More heads per thread would load cos and sin less often, but
+// were not faster (docs/measurements.md), since these loads hit the L1.
 //
 // The input and the results each have either half-split pairs (columns p and p + rotary_dim / 2) or interleaved pairs (columns 2p and 2p +
 // 1). In every case a thread stores whole vectors at columns i and i + rotary_dim / 2, and loads the elements of their pairs from the

@@ -1,8 +1,8 @@
-// Softmax over rows and its backward. Bound by memory: a row is read once and written once. In between, the registers of a block or of a
-// cluster of blocks hold it (HeldRow). Rows that are too long for that, or are not whole vectors, take registers and shared memory
-// (LongRow). Each thread computes exponentials relative to the maximum of its own elements, so that the threads of a row exchange values
-// once, not twice. The backward exchanges sum(dy * y). Exponentials are computed twice, because registers for them would cost more.
-// Instructions are the second limit.
+// Softmax over rows and its backward. Bound by memory: most rows are read once and written once. In between, the registers of a block or a
+// cluster of blocks hold it (HeldRow). Rows that are too long for that, or are not whole vectors, take registers and shared memory,
+// and the second pass reads the remaining vectors again (LongRow). Each thread computes exponentials relative to the maximum of its own
+// elements, so that the threads of a row exchange values once, not twice. The backward exchanges sum(dy * y). Exponentials are computed
+// twice, because registers for them would cost more. Instructions are the second limit.
 //
 // The maximum ignores NaN, but the sum does not, and passes it to all results. A row of -inf, or one with +inf, yields NaN, as in PyTorch.
 #include "kernels/softmax.h"

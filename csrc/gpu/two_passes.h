@@ -1,6 +1,6 @@
 // Rows for kernels of two passes (softmax): the first pass computes a statistic of the whole row, the second one maps each element with it.
 // Between the passes a row stays with the threads that loaded it, in registers (HeldRow) or in registers and shared memory (LongRow), so
-// that it is read from memory once. With N matrices (dy and y) the threads hold the same row of each.
+// that all but the longest rows are read once. With N matrices (dy and y) the threads hold the same row of each.
 #pragma once
 #include "gpu/held_vectors.h"
 

@@ -31,8 +31,8 @@ struct CrossEntropyOptions {
   double logit_scale = 1;
 };
 
-// Sums over all rows that the loss needs. The device computes them, so that the host never waits: before the first row is read or, if
-// no row's result depends on a sum, together with the reduction of the losses (CrossEntropyReduce::counting).
+// Sums over all rows that the loss needs. The device computes them, so that the host never waits: mostly before the first row is read. If
+// no row's result depends on a sum, the reduction of the losses may compute them (CrossEntropyReduce::counting).
 //   counts[valid]: the number of valid rows; counts[target_weight] = sum of w[y] over valid rows; counts[weight] = W;
 //   counts[ce_scale], counts[z_scale]: factors of the sums of ce_i and z_i in the loss (from reduction, normalizer); 0 if no row is valid;
 //   counts[scale]: the factor of the fused loss's unreduced gradients: ce_scale, or z_scale if class weights make ce_scale 0.
@@ -74,7 +74,7 @@ struct Classes {
   int64_t first, all;
 };
 
-// dlogits = grad_ce * counts[ce_scale] * dce + grad_ce * counts[z_scale] * dz, row by row. Reads logits once and writes dlogits once.
+// dlogits = grad * (counts[ce_scale] * dce + counts[z_scale] * dz), row by row. Reads logits once and writes dlogits once.
 struct CrossEntropyBackward {
   int64_t rows, vocab, first_row;  // vocab: columns
   Rows logits;

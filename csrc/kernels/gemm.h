@@ -26,7 +26,7 @@ struct Gemm {
   const void* alpha;    // one value in device memory (accumulator type); nullptr: 1
   bool accumulate;
   const void* bias = nullptr;  // n elements of C's dtype, or nullptr; not with alpha or accumulate
-  bool all_bits = false;       // true: an fp32 C has fp32's precision; false: a CPU may compute it with 16 bits of mantissa
+  bool all_bits = false;       // on a CPU, for 16-bit operands: true: an fp32 C has fp32's precision; false: 16 bits of mantissa or more
 };
 
 namespace LIGER_BACKEND {

@@ -1,4 +1,4 @@
-// The launches of the fused loss's kernels, computed from the kernels' arguments (csrc/kernels). csrc/gpu executes these launches.
+// The launches of the kernels of cross entropy and of the fused loss, from the kernels' arguments (csrc/kernels). csrc/gpu executes them.
 // csrc/trace, which runs the ops of the fused loss on tensors without data, lists them. launch.h explains the argument `knobs`.
 #pragma once
 #include "kernels/aligned.h"

@@ -17,7 +17,7 @@ Launch row_tiles(const DeviceProfile&, const Kernel& kernel, const TiledRows&, T
 
 // The fused loss's small passes over matrices.
 constexpr int matrix_k = 4;    // vectors that a thread loads before it uses the first one
-constexpr int matrix_vec = 8;  // elements per access for any dtype, where rows are aligned; otherwise 1
+constexpr int matrix_vec = 8;  // elements of a vector of any dtype, where rows are aligned; otherwise 1
 inline constexpr Kernel scale_kernel("Scale", Instance{independent_threads, 1}, Instance{independent_threads, matrix_vec});
 inline constexpr Kernel fill_kernel("Fill", Instance{independent_threads, 1}, Instance{independent_threads, matrix_vec});
 inline TiledRows tiled_matrix(int64_t rows, int64_t cols, int vec, bool contiguous = false) {

@@ -1,6 +1,6 @@
 // Lists the kernel instances of GroupNorm, and plans their launches, which csrc/gpu executes (launch.h). A row is one group of one sample:
-// `cols` elements, in channels of `channel` elements each. A sample has `groups` rows. `vec`: elements per access; 1 where rows are not
-// aligned to 16 bytes.
+// `cols` elements, in channels of `channel` elements each. A sample has `groups` rows. `vec`: elements per access; 1 where 16-byte
+// accesses do not fit the rows or channels.
 #pragma once
 #include "launch/launch.h"
 

@@ -17,7 +17,7 @@ namespace liger::launch {
 // if no knob spreads rows.
 struct Knobs {
   int threads = 0;  // threads per row: the norms, softmax, rows of logits
-  int block = 0;  // threads per block, where a block has several rows or independent parts
+  int block = 0;  // threads per block, where a block has several rows or independent parts; softmax: also in a cluster
   int cluster = 0;  // blocks that share a row; more if these cannot hold it
   int stages = 0;  // pipeline stages, each of which holds a row that is fetched ahead
   int resident = 0;  // blocks per multiprocessor at a time: the norms' backward, losses in place

@@ -25,8 +25,8 @@ constexpr int independent_threads = 256;  // kernels whose threads are independe
 // block.
 constexpr int reduction_bytes(int values, int cluster = 1) { return 2 * 8 + 2 * values * 32 * cluster * int(sizeof(float)); }
 
-// In the fused loss, rows of at least this many vectors get a cluster of two or more blocks of 256 threads. A block of 512 threads with
-// eight vectors each would hold rows of up to 4,096 vectors, but is slower.
+// In the fused loss, rows of at least this many vectors mostly get a cluster of two or more blocks of 256 threads. A block of 512 threads
+// with eight vectors each would hold rows of up to 4,096 vectors, but is slower.
 constexpr int cluster_min_vectors = 512 * 8 / 4 * 3;
 
 // A kernel instance: its launch bound, and the integer arguments of its template. These are vec, k and threads, in this order; `none` marks

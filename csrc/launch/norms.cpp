@@ -107,7 +107,7 @@ int ring_stages(const DeviceProfile& device, const LaunchPlan& plan, NormBackwar
   return kind.centered || rounds <= 32 ? 2 : 3;
 }
 
-// Sets the plan's shared memory: `fixed` bytes and, behind them, if the device has bulk or asynchronous copies, the pipeline stages.
+// Sets the plan's shared memory: `fixed` bytes and, behind them, the pipeline stages, if the kernel uses bulk or asynchronous copies.
 // `resident`: blocks per multiprocessor at a time. `stages`: the knob for the number of stages, limited by the memory; 0: ring_stages
 // chooses.
 void add_ring(const DeviceProfile& device, LaunchPlan& plan, NormBackwardKind kind, int64_t rows, int fixed, int64_t resident, int stages) {

@@ -1,5 +1,5 @@
 // Lists the kernel instances of RMSNorm, add+RMSNorm and LayerNorm, and plans their launches, which csrc/gpu executes (launch.h). `vec`:
-// elements per access; 1 where rows are not aligned to 16 bytes.
+// elements per access; 1 where 16-byte accesses do not fit the rows.
 #pragma once
 #include "launch/launch.h"
 

@@ -46,7 +46,7 @@ inline bool empty(const Call& call) { return call.rows == 0 || call.cols == 0; }
 using Launches = std::vector<Launch>;
 
 // Registers an op, or an op's backward, for the functions below: the function that returns its launches, and all kernels that it may
-// launch. Each is a constant in launch/<op>.cpp; those of the fused loss are in trace/fused_loss_plans.cpp.
+// launch. Each is a constant in a .cpp file of csrc/launch; those of the fused loss are in trace/fused_loss_plans.cpp.
 struct Planned {
   Planned(const char* op, Launches (*launches)(const DeviceProfile&, const Call&), std::vector<const Kernel*> kernels);
   Planned(const Planned&) = delete;

@@ -72,8 +72,8 @@ LaunchPlan plan_row(const DeviceProfile&, int64_t rows, int64_t cols, const RowT
 inline bool few_rows(const DeviceProfile& device, int64_t rows) { return rows < 2 * device.multiprocessors; }
 // For kernels that hold a row in registers (the forward of the norms, GroupNorm's backward, losses in place): as plan_row, but calls of few
 // rows get one vector per thread. Rows that a block cannot hold and, in calls of more rows, rows of `cluster_from` vectors or more get a
-// cluster of blocks if the device supports a cluster that holds them. Otherwise a row that a block cannot hold gets one block, which reads
-// the row twice.
+// cluster of blocks if the device supports a cluster that holds them. Otherwise a row that max_block threads cannot hold gets a block of up
+// to `bound` threads, which reads the row twice if they cannot hold it either.
 LaunchPlan plan_row_forward(const DeviceProfile&, int64_t rows, int64_t cols, RowTiling, const Knobs& = {},
                             int64_t cluster_from = std::numeric_limits<int64_t>::max());
 constexpr int cluster_block = 256;  // threads per block in these clusters
@@ -100,7 +100,7 @@ inline int ring_row_bytes(const DeviceProfile& device, const LaunchPlan& plan, i
 // One block per row. The block loops over the row, which may have any length.
 LaunchPlan plan_block_per_row(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
 
-// Sums over the rows of a matrix, for each column (dbias, and the backward of norms whose rows registers cannot hold). The matrix is cut
+// Sums over the rows of a matrix, for each column (dbias, and the norms' backward where registers do not hold rows). The matrix is cut
 // into tiles of block * vec columns and into ranges of rows. A block processes one tile of one range. partial_rows is the number of ranges.
 LaunchPlan plan_row_ranges(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
 
@@ -131,10 +131,10 @@ RopePlan plan_rope(const DeviceProfile&, int64_t positions, int64_t q_heads, int
 // columns of one group, and all rows. Up to 32 threads share a column; a thread adds up about four rows, or more if there are many.
 LaunchPlan plan_column_sum(const DeviceProfile&, int64_t partial_rows, int64_t first_cols, int64_t second_cols);
 
-// Rows of logits (cross entropy): at most one block per row. Its threads loop over the row. With `stash`, the kernel needs each row twice:
-// each thread keeps its first vectors of the row in shared memory (plan.slots), behind the `shared_bytes` of reductions, and reads the
-// other vectors from memory again. The plan limits how many rows are processed at a time, so that the vectors to be read again fit the L2.
-// plan.path is regs if all vectors of a row are kept.
+// Rows of logits (or log-probabilities): at most one block per row. Its threads loop over the row. With `stash`, the kernel needs each row
+// twice: each thread keeps its first vectors of the row in shared memory (plan.slots), behind the `shared_bytes` of reductions, and reads
+// the other vectors from memory again. The plan limits how many rows are processed at a time, so that the vectors to be read again fit the
+// L2. plan.path is regs if all vectors of a row are kept.
 LaunchPlan plan_logits(const DeviceProfile&, int64_t rows, int64_t vocab, int element_bytes, int vec, int shared_bytes, bool stash,
                        const Knobs& = {});
 

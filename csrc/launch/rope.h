@@ -17,7 +17,7 @@ struct RopeShape {
 struct RopeLaunch : Launch {  // rows: the number of positions
   int lanes = 1, q_slots = 1, k_slots = 1;  // as in RopePlan
 };
-// vec: elements per access; 1 where rows are not aligned to 16 bytes.
+// vec: elements per access; 1 where 16-byte accesses do not fit the rows.
 RopePlan plan_rope_heads(const DeviceProfile&, int64_t positions, int64_t q_heads, int64_t k_heads, int64_t head_dim, int64_t rotary_dim,
                          int vec, const Knobs& = {});
 // The launch for as many of the positions from number `done` on as one launch can process.

@@ -187,8 +187,8 @@ class CrossEntropyLoss {
   const Classes shard_;
 };
 
-// The loss in a backward, after a forward that merged the statistics: overwrites logits by their gradient. gradient_state: the numbers of
-// all rows (VocabularyChunks).
+// The loss in a backward that recomputes logits: overwrites them by their gradient. gradient_state: the numbers of all rows that the
+// forward saved (VocabularyChunks).
 class MergedLoss : public CrossEntropyLoss {
  public:
   MergedLoss(const CrossEntropyLoss& loss, const Head& head, const Tensor& gradient_state, int64_t chunk_rows)

@@ -10,6 +10,7 @@
 // The caller selects the strategy for the gradients (launch/chunks.h):
 //   deferred     The forward saves the gradient of all logits, and the backward runs the matmuls, whose results it multiplies by
 //                grad_output * scale. dweight needs no fp32 sum over chunks, and reduction "none" no second computation of the logits.
+//                If the matmuls read a converted copy of the weight, the forward computes dx (sums_dx in checks/head.h).
 //   overlaid     As deferred, but the gradient of the logits is saved in chunks of the vocabulary, in the memory that becomes dweight and
 //                in a further tensor, the rest (launch/chunks.h). dx is a sum over these chunks. The forward saves the gradient of the
 //                first chunk_classes classes (an argument of the op); the backward recomputes the gradient of the others.

@@ -1,5 +1,5 @@
-// Tensors of torch's stable ABI, the device's stream, and allocation, for ops/tensor.h. This is the only header that joins torch's stable
-// ABI and the backends. trace/tensor.h declares the same names for tensors without data.
+// Tensors of torch's stable ABI, the device's stream, and allocation, for ops/tensor.h. Of the headers in ops/, only this one and boxed.h
+// include torch's. trace/tensor.h declares the same names for tensors without data.
 #pragma once
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>

@@ -1,4 +1,4 @@
-// Registers the Python bindings of an op: python/ops/<op>.cpp binds the C++ functions that liger_ext/ops/<op>.py calls.
+// Registers Python bindings: a file of python/ops binds the C++ functions that liger_ext/ops calls for an op, or for several related ops.
 #pragma once
 #include "python/tensor.h"
 

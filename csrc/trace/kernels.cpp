@@ -88,7 +88,7 @@ void gemm(const Gemm& op, Stream stream) {
   if (op.m == 0 || op.n == 0) return;
   Recorder& recorder = stream_recorder(stream);
   const int64_t operand = dtype_bytes(op.a.dtype), result = dtype_bytes(op.c_dtype);
-  // On a GPU an epilogue adds the bias to a 16-bit result (gpu/gemm.cu); otherwise C is filled with the bias first.
+  // On a GPU an epilogue mostly adds the bias to a 16-bit result (gpu/gemm.cu); otherwise C is filled with the bias first.
   if (op.bias && !(recorder.gpu && result == 2 && op.k > 0)) return gemm(with_bias_in_c(op, stream), stream);
   recorder.multiplications += recorder.times * op.m * op.n * op.k;
   const int64_t multiplied = op.all_bits && !recorder.gpu ? result : operand;  // cpu/gemm.cpp

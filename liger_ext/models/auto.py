@@ -23,8 +23,8 @@ def apply_liger_kernel(model_type: str, **options: bool | str | nn.Module | None
     """Patches models of one type. The options are the arguments of `apply_liger_kernel_to_<model_type>`: with `model`
     it patches this instance, without it every model of the type that is built from now on.
 
-    Warns and patches nothing if the model type is unknown. Warns once and ignores options that the type's function does
-    not take.
+    Warns and patches nothing if the model type is unknown. Ignores options that the type's function does not take, with
+    one warning for all of them.
     """
     return patch_type(model_type, options)
 
@@ -33,9 +33,9 @@ def apply_liger_kernel_to_instance(model: nn.Module, **options: bool | str | Non
     """Patches every module of `model` whose code liger_ext recognises, whatever the model's type. `model` is a
     transformers model, or holds one or more: a wrapper of PEFT, DataParallel or DistributedDataParallel, nn.Sequential.
 
-    Patches RMSNorms, gated MLPs and experts, decoder layers, rotary embeddings in attention, and heads with the
-    loss of causal language models, also in code that came with the weights (`trust_remote_code=True`). BERT, T5, ViT
-    and Whisper have none of these.
+    Patches norms, MLPs and experts, decoder layers, rotary embeddings in attention, and heads with the loss of causal
+    language models, also in code that came with the weights (`trust_remote_code=True`). It recognises none of the code
+    of BERT, T5, ViT and Whisper.
 
     The options are the arguments of `apply_liger_kernel_to_<model_type>`, or of `apply_liger_kernel_to_llama` if that
     function does not exist. If a wrapper holds several models, the first one's type counts. Warns and patches nothing

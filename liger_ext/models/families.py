@@ -1,11 +1,11 @@
 """The functions `apply_liger_kernel_to_<model_type>`, which patch a model's modules by the code of their classes.
 
-Most families' norms, MLPs, decoder layers, heads and rotary embeddings run the same code as Llama's, which transformers
-copies from class to class. Recognition reads the text of a class's `forward`, and of the functions that this `forward`
-calls in its class or module. If the code is known, a subclass with our `forward` replaces the class. The subclass
-inherits that `forward` from the same mixin as Llama's patch. A class with unknown code stays unpatched, and a warning
-names it. So a family of known code needs no line here. `liger_ext.models.model_types` lists the model types that have
-their own function, with the arguments of each function.
+The norms, MLPs, decoder layers, heads and rotary embeddings of many families run the same code as Llama's, which
+transformers copies from class to class. Recognition reads the text of a class's `forward`, and of the functions that
+this `forward` calls. If the code is known, a subclass with the methods of one of our mixins replaces the class. A class
+with unknown code stays unpatched; a warning names it if its name ends like that of a norm, MLP, and so on. So a family
+of known code needs no line here. `liger_ext.models.model_types` lists the model types that have their own function,
+with the arguments of each function.
 """
 
 import importlib
@@ -47,11 +47,12 @@ def apply_liger_kernel_to_llama(
     fused_add_rms_norm: bool = True,
     memory: str | None = None,
 ) -> PatchHandle:
-    """Patches Hugging Face Llama to train with liger_ext: one model, or every model that is built from now on.
+    """Patches Hugging Face Llama to train with liger_ext: one model, or every Llama that is built from now on.
 
     Every Llama model is covered: causal LM, the classifiers and question answering (their own heads stay unpatched),
-    the bare LlamaModel, and a Llama inside another module (PEFT, DDP, FSDP2, ...). Nothing global is replaced.
-    `LlamaModel` is patched whatever the arguments are: under torch.compile it builds no mask where none is needed.
+    the bare LlamaModel, and a Llama inside another module (PEFT, DDP, FSDP2, ...). Other models stay stock.
+    `LlamaModel` is patched whatever the switches are (transformers 4.53 on): under torch.compile it builds no mask
+    where none is needed.
 
     Args:
         rope: rotary position embedding.
@@ -64,14 +65,13 @@ def apply_liger_kernel_to_llama(
             If several calls pass None, the last applies.
         fused_add_rms_norm: residual addition and post-attention norm in one op; needs `rms_norm`.
         memory: the level of memory, which decides the tensors that a training step saves for its backward. None: an
-            already patched model keeps its level, others get `"auto"`. `"fast"`: saves the tensors that transformers'
-            modules save. `"auto"`: recomputes the norms' outputs and silu(gate) * up, which cost little; the fused loss
-            uses the same level (`fused_linear_cross_entropy`). `"low"`: also recomputes the outputs of gate and up, by
-            a second run of their matmuls. `"min"`: as `"low"`, and with gradient checkpointing (transformers 4.53 on)
-            the layers' inputs wait in pinned host memory, which must be large enough. The results are the same at each
-            level. A level changes the layers only with `fused_add_rms_norm`: the MLP's saved tensors if `swiglu` is
-            also True, the attention's if `rope` is. The argument `memory` of a model's forward sets the level of the
-            loss only.
+            already patched model keeps its level, others get `"auto"`. `"fast"`: recomputes nothing. `"auto"`:
+            recomputes the norms' outputs and silu(gate) * up, which cost little. `"low"`: also recomputes the outputs
+            of gate and up, by a second run of their matmuls. `"min"`: as `"low"`, and with gradient checkpointing
+            (transformers 4.53 on) the layers' inputs wait in pinned host memory, which must be large enough. The fused
+            loss uses the same level (`fused_linear_cross_entropy`). Levels differ in the rounding of results. A level
+            has its full effect on the layers only with `fused_add_rms_norm`, `swiglu` and `rope`. The argument `memory`
+            of a model's forward sets the level of the loss only.
 
     Returns:
         A handle. Its `.revert()` undoes the patch; as a context manager it reverts at the end.
@@ -238,8 +238,8 @@ def _shown(value: object) -> str:
 
 
 def _taken(patch: type[nn.Module], modules: list[nn.Module]) -> list[nn.Module]:
-    """Returns the modules that `patch` applies to. It leaves out MLPs whose activation has no op, decoder layers whose
-    norm cannot be patched, and users' subclasses of nn.LayerNorm."""
+    """Returns the modules that `patch` applies to. It leaves out MLPs and experts whose activation has no op, decoder
+    layers whose norm cannot be patched, and subclasses of nn.LayerNorm that PyTorch did not create."""
     stock = stock_class(patch)
     taken = [module for module in modules if isinstance(module, stock)]
     if patch is LayerNorm:
@@ -317,8 +317,8 @@ def patch_function(model_type: str, as_liger_kernel: bool = False) -> Callable[.
     patch.__name__ = patch.__qualname__ = f"apply_liger_kernel_to_{family}"
     patch.__doc__ = f"""Patches Hugging Face models of type {family!r} to train with liger_ext. Arguments, result and
     errors are those of :func:`apply_liger_kernel_to_llama`, in Liger-Kernel's order. `geglu` and `relu_squared` replace
-    `swiglu` for MLPs with another activation. `layer_norm` controls every `nn.LayerNorm`; these are in vision towers.
-    A module whose code is not known stays unpatched, with a warning."""
+    `swiglu` for MLPs with another activation. `layer_norm` controls modules of the class `nn.LayerNorm`, as in vision
+    towers. A module whose code is not known stays unpatched, mostly with a warning."""
     patch.options = tuple(signature.parameters)
     patch.__signature__ = signature.replace(parameters=ordered) if as_liger_kernel else signature
     return patch

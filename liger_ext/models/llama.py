@@ -35,7 +35,8 @@ _MODEL_NAMES = tuple(_MODEL.parameters)[1:]
 
 @replaces(modeling_llama)
 class LlamaModel(modeling_llama.LlamaModel):
-    """Passes no mask to attention if only future tokens are masked: sdpa masks these by itself.
+    """Passes no mask to attention if only future tokens are masked: sdpa masks these by itself. In a graph of
+    torch.compile, a training step embeds the tokens by one op (`training.embedding`).
 
     transformers (4.53 on) reads the values of position_ids and attention_mask to detect packed or padded rows, and
     waits for the GPU to do so. A graph of torch.compile cannot read values: it builds a mask of [batch, 1, seq, seq],

@@ -30,7 +30,7 @@ from liger_ext.models.recognise.reading import code_read
 
 
 def find_patch(cls: type[nn.Module]) -> type[nn.Module] | None:
-    """Returns the patch of a transformers class; None if its code is not known."""
+    """Returns the patch of a transformers class; None if its code is not known, or nothing in it can be fused."""
     llama_patch = find_llama_patch(cls)
     if llama_patch and any(find_replacements(llama_patch)):
         return llama_patch  # `swap_classes` refuses this patch and names the code that replaced transformers'
@@ -59,7 +59,7 @@ class Recognised:
 
 
 def recognise(cls: type[nn.Module]) -> Recognised | None:
-    """Looks up the code of `cls`; returns None if it is not known."""
+    """Looks up the code of `cls`; returns None if it is not known, or if remote code uses a name of the mixin."""
     found = look_up(cls)
     if found is not None:
         (entry, form), kind = found, _replacement_class(found[0])

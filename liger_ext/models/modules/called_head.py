@@ -1,9 +1,9 @@
 """The loss of a head that must be called for its logits (LoRA, quantised weights, its own code), chunk by chunk.
 
 The forward computes a chunk's gradients of the hidden states and of the head's parameters before it computes the logits
-of the next chunk. The backward only scales these gradients by the upstream gradient, as the fused loss does. A head may
-also read a tensor that requires a gradient and is not a parameter of the head. In chunks this tensor would get no
-gradient, so the loss is then computed from all logits at once.
+of the next chunk. The backward only scales these gradients by the upstream gradient. A head may also read a tensor
+that requires a gradient and is not a parameter of the head. In chunks this tensor would get no gradient, so the loss is
+then computed from all logits at once.
 """
 
 import torch

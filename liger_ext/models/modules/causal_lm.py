@@ -101,17 +101,18 @@ class CausalLM(Mixin):
 
     def _forward(self, arguments: dict[str, object], skip_logits: bool | None) -> ModelOutput:
         """Computes transformers' forward. In training with labels it computes the loss from the hidden states instead,
-        and no logits exist.
+        and the output has no logits.
 
         Args:
             skip_logits: False computes logits in training, too; True omits them in evaluation, too. None: the rule
-                above. Without labels logits always exist, because a Trainer that removes the labels still passes True.
+                above. Without labels logits are always computed: a Trainer that removes the labels still passes True.
             shift_labels, num_items_in_batch, ignore_index, label_smoothing, lse_square_scale, ce_weight,
                 use_token_scaling, accum_dtype, memory, return_token_accuracy, return_predicted_tokens: for the loss.
             return_log_probs: also return each target's log-probability as `log_probs`, and with return_entropy
-                `entropy`; without logits, in eval mode, too. The loss is the mean of -log_probs: ValueError for options
-                that would change it.
+                `entropy`; without logits, in eval mode, too. The loss is then the mean of -log_probs, or their sum
+                divided by num_items_in_batch: ValueError for options that would change it.
             temperature: with return_log_probs, a number that divides the logits of log_probs, entropy and loss.
+            logits_dtype: with return_log_probs, as in `functional.linear_log_probs`.
             max_rows: an upper bound of the number of targets in the batch that are not ignored (`count_rows`). In a
                 graph of torch.compile the loss then processes this number of rows, not all.
 
@@ -180,9 +181,9 @@ class CausalLM(Mixin):
         return output(**self._results(results, arguments))
 
     def _loss_memory(self, hidden_states: torch.Tensor) -> str:
-        """Returns this model's level of memory for its loss, with the number of bytes that the loss may use. This is
-        the size of the gradients of gate, up and hidden states in a layer's backward, which runs after the loss has
-        freed its memory. The number depends only on the configuration and the number of rows."""
+        """Returns this model's level of memory for its loss, mostly with the bytes that the loss may use without a
+        higher peak of the step: the size of the gradients of gate, up and hidden states in a layer's backward, which
+        runs after the loss has freed its memory. It depends only on the configuration, the dtype and number of rows."""
         config = self.config.get_text_config()
         width, level = getattr(config, "intermediate_size", None), self.liger_memory
         if type(width) is not int or not hidden_states.requires_grad or torch.compiler.is_compiling() or level == "min":
@@ -242,7 +243,7 @@ class RoutedCausalLM(CausalLM):
 
 
 class MoeCausalLM(RoutedCausalLM):
-    """Mixtral: the loss that balances the experts' load is added."""
+    """Mixtral: if router logits are requested, the loss that balances the experts' load is added."""
 
     AUX_LOSS_FACTOR = "router_aux_loss_coef"
 
@@ -261,7 +262,7 @@ class MoeCausalLM(RoutedCausalLM):
 
 
 class TextMoeCausalLM(MoeCausalLM):
-    """Qwen3-VL and GLM-4V, whose inner language model has the experts."""
+    """Qwen3-VL-MoE and GLM-4V-MoE, whose inner language model has the experts."""
 
     def _balance(self) -> tuple[int, int, float]:
         config = self.config.text_config

@@ -45,8 +45,8 @@ _HOOKS_ARE_CHECKPOINTED = any(
 class DecoderLayer(Mixin):
     """Adds the attention's output to the residual stream and normalises the sum in one op.
 
-    If the linear layers are plain ones, a training step runs the autograd nodes of `models.training.nodes`, which save
-    less memory.
+    If the linear layers are plain ones or have a LoRA adapter, a training step runs the autograd nodes of
+    `models.training.nodes`, which save fewer tensors.
     """
 
     liger_memory = "auto"

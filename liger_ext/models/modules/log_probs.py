@@ -1,5 +1,6 @@
-"""What a model's forward computes with ``return_log_probs=True``: each target's log-probability, the entropy of the
-distribution that predicts it (``return_entropy=True``), and the mean of the negative log-probabilities as the loss."""
+"""Computes the results of a model's forward with ``return_log_probs=True``: each target's log-probability, the entropy
+of the distribution that predicts it (``return_entropy=True``), and the mean of the negative log-probabilities as the
+loss."""
 
 import numbers
 from collections.abc import Callable

@@ -30,7 +30,7 @@ MEMORY_LEVELS = ("fast", "auto", "low", "min")
 
 @dataclass
 class LigerCausalLMOutputWithPast(CausalLMOutputWithPast):
-    """`CausalLMOutputWithPast` with further results of the fused loss.
+    """`CausalLMOutputWithPast` with further results of the loss.
 
     Args:
         token_accuracy: fp32 scalar, the share of correct predictions among the targets that are not ignored; with
@@ -38,9 +38,10 @@ class LigerCausalLMOutputWithPast(CausalLMOutputWithPast):
         predicted_tokens: int64 [rows], the most likely token of each row of the flattened batch, -1 where the target is
             ignored; with `return_predicted_tokens=True`. Flat, as Liger-Kernel's: `.view(labels.shape)` gives it the
             shape of the targets, which the op's own `predicted_tokens` have.
-        log_probs: fp32, in the shape of the labels: at each position the log-probability of the next position's label
-            (with `shift_labels`, of its own label), 0 if that is ignored; with `return_log_probs=True`.
-        entropy: fp32, in the same shape: the entropy of the distribution from which the label's log-probability is
+        log_probs: fp32 (fp64 for float64), in the shape of the labels: at each position the log-probability of the next
+            position's label (with `shift_labels`, of its own label), 0 if that is ignored; with
+            `return_log_probs=True`.
+        entropy: in the same dtype and shape: the entropy of the distribution from which the label's log-probability is
             taken, 0 if the label is ignored; with `return_log_probs=True, return_entropy=True`.
     """
 
@@ -165,7 +166,8 @@ def fused_causal_lm_loss(
     """Computes the loss of `lm_head(hidden_states) * logit_scale` against the labels, without keeping logits.
 
     A head that is more than a linear layer (LoRA, quantised weights) is called chunk by chunk. All logits exist at once
-    if a user's hook expects them, or if the weight is not a plain tensor inside the head's call.
+    where chunks are not possible (a user's hook expects them, `ce_weight`, torch.compile, ...), if they are few, or if
+    the weight is not a plain tensor inside the head's call.
 
     Args:
         hidden_states: [..., hidden_size].
@@ -274,10 +276,11 @@ def causal_lm_loss(
     max_rows: object = None,
     **options,
 ) -> CrossEntropyOutput:
-    """Computes the loss of logits [..., vocab_size], without an fp32 copy; arguments as in `fused_causal_lm_loss`.
+    """Computes the loss of logits [..., vocab_size], without an fp32 copy unless they are sharded; arguments as in
+    `fused_causal_lm_loss`.
 
     Ignores `accum_dtype`, `memory` and `max_rows`. Raises ValueError for `use_token_scaling`, which needs the fused
-    loss.
+    loss, and for most options with sharded logits.
     """
     if use_token_scaling:
         raise ValueError("use_token_scaling needs the loss fused with lm_head: a plain nn.Linear, and no logits wanted")

@@ -77,7 +77,8 @@ class Gemma4RMSNorm(RMSNormInFloat):
 
 
 class WeightlessRMSNorm(RMSNormInFloat):
-    """The norm of Llama 4's queries and keys, of NanoChat, and of DeepSeek V4, which also rounds the reciprocal."""
+    """The norm of Llama 4's queries and keys, of NanoChat, and of DeepSeek V4 (whose code also rounds the reciprocal of
+    the root mean square; ours does not)."""
 
     IS_PLAIN = False
 

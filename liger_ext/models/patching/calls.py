@@ -30,8 +30,8 @@ def exports_onnx() -> bool:
 
 
 def only_forward_runs(module: nn.Module) -> bool:
-    """Returns whether a call of `module` runs only the `forward` that its library defines: it has no hooks, and nobody
-    has replaced a function on the way, on the instance or on the class.
+    """Returns whether a call of `module` runs only the `forward` that its library or a patch defines: it has no hooks,
+    `module.compile()` was not called, and nobody has replaced a function on the way, on the instance or on the class.
 
     Only then may a fused op do the module's work without calling it.
     """

@@ -1,7 +1,6 @@
 """Names by which pickle finds classes that liger_ext derives at run time, each from one transformers class.
 
-A module that creates these classes sets their `__module__` to its own name, and has a `__getattr__` that calls
-`find_class_by_name`.
+The `__module__` of these classes is a module of liger_ext whose `__getattr__` calls `find_class_by_name`.
 """
 
 import importlib

@@ -3,20 +3,20 @@
 Why classes and not bound methods or module globals:
 
 - A subclass is seen by `isinstance`, survives `deepcopy`, pickling and PEFT's wrapping; one assignment undoes it.
-- transformers checkpoints a decoder layer in code that it wraps around the *class's* `forward` when a subclass is made;
-  a `forward` set on an instance or on the class itself silently runs without gradient checkpointing.
-- A class swap touches one instance. Nothing global changes, so stock models in the same process stay stock.
+- Newer versions of transformers checkpoint a decoder layer in code that they wrap around the *class's* `forward` when a
+  subclass is made; a `forward` set on an instance or on the class itself silently runs without gradient checkpointing.
+- A class swap touches one instance, so stock models in the same process stay stock.
 
 Models built later are patched by the same swap, at the end of their constructor (`on_construction`): `Class(config)`,
-`from_config` and `from_pretrained` all come through it, in every version of transformers.
+`from_config` and `from_pretrained` all call it.
 
 Other libraries replace functions, too. Their code keeps running, or a warning names it (`patching.forwards` finds it):
 
-- If other code has replaced a `forward` or a global of transformers, our patch would hide it, and is not applied.
+- If other code has replaced a function of transformers whose work a patch does, the patch is not applied.
 - If other code has wrapped an instance's `forward`, the class is swapped, and a copy of the wrapper calls the new
   class's `forward`. If the wrapper cannot be followed, the module is not patched.
 
-Other libraries swap classes as well, FSDP2 among them: `patching.classes` inserts a patch below theirs.
+PyTorch swaps classes as well, as in FSDP2: `patching.classes` inserts a patch below its classes.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ class PatchHandle(contextlib.ExitStack[None]):
     """
 
     def revert(self) -> None:
-        """Undoes the patch: each patched module has its former class again."""
+        """Undoes the patch. A patched module gets its former class again, or a warning names it."""
         self.close()
 
     def replace(self, owner: types.ModuleType | nn.Module, name: str, replacement: object) -> None:
@@ -95,7 +95,7 @@ def replaces(
 
 
 class Mixin:
-    """Base of the mixins. A patch has two bases: a mixin, and the transformers class that it replaces."""
+    """Base of the mixins that inspect the class that they replace. A patch has two bases: the mixin, and that class."""
 
     PATCH_STATE: tuple[str, ...] = ()  # attributes that only patched instances have
 
@@ -110,13 +110,14 @@ class Mixin:
 
     @classmethod
     def inspect_stock(cls, stock: type[nn.Module]) -> None:
-        """Stores on the patch what its methods need from the class `stock` that it replaces. Called once."""
+        """Stores on the patch, for its methods, facts about the class `stock` that it replaces. Called once a patch."""
 
 
 def copy_forward(patch: type[nn.Module], **replacements: object) -> Callable:
     """Returns a copy of the `forward` that `patch` replaces, in which global names refer to `replacements`.
 
-    If other code has replaced that `forward`, returns it unchanged: `swap_classes` refuses the patch.
+    If other code has replaced a function whose work `patch` does, returns the `forward` itself: `swap_classes` refuses
+    the patch.
     """
     forward = stock_class(patch).forward
     return forward if any(find_replacements(patch)) else with_globals(forward, **replacements)
@@ -125,8 +126,9 @@ def copy_forward(patch: type[nn.Module], **replacements: object) -> Callable:
 def swap_classes(modules: Iterable[nn.Module], patch: type[nn.Module], handle: PatchHandle) -> None:
     """Sets the class of `modules` to `patch`, if they are instances of the class that it replaces. `handle` reverts it.
 
-    Skips, with a warning, a module with its own `forward`, in its class or on the instance. Skips all modules if other
-    code has replaced a function whose work `patch` does: that code would no longer be called.
+    Skips, with a warning, a module with its own `forward`, in its class or on the instance, or whose class overrides a
+    method that `patch` replaces. Skips all modules if other code has replaced a function whose work `patch` does: that
+    code would no longer be called.
     """
     modules = [m for m in modules if isinstance(m, stock_class(patch)) and not isinstance(m, patch)]
     replaced = list(find_replacements(patch)) if modules else []

@@ -1,4 +1,4 @@
-"""Looks up code in `known.json`, the table of known code. An entry names a class or function of liger_ext and the
+"""Looks up code in `known.json`, the table of known code. Most entries name a class or function of liger_ext and the
 transformers code that it replaces.
 
 An entry has
@@ -7,13 +7,13 @@ An entry has
   "layer" or a "head" (its difference from Llama's of the same version), Llama's own "llama layer" and "llama head",
   the "loss", a "rope" (the function that applies rotary embeddings), an "activation" (its constructor and `forward`);
 - `digest`: of the normal form;
-- `replacement`: the class or function that computes the same: "norms.RMSNorm" is in `liger_ext.models.modules`. null:
-  the code is known, and nothing in it can be fused; `note` gives the reason;
+- `replacement`: the class or function that computes the same: "norms.RMSNorm" is in `liger_ext.models.modules`; for an
+  activation its name. null: nothing in the code can be fused (`note` gives the reason), or it is Llama's own;
 - `attributes`: the attributes of `self` in the order of their first use. A word in capitals is an attribute of the
   replacement, which gets the name in the recognised class as its value (EPS becomes "variance_epsilon"). Any other word
   must be the name itself;
 - `options`: attributes of the replacement, or arguments of a rope;
-- `example`: a class that has this code; `versions`: the versions of transformers in which it was seen.
+- `example`: a class or function that has this code; `versions`: the versions of transformers in which it was seen.
 """
 
 import functools
@@ -113,8 +113,8 @@ def _difference(part: str, build_part_form: Callable, cls: type[nn.Module], llam
 
 
 def ropes_in(cls: type[nn.Module]) -> dict[str, Entry]:
-    """Returns the known functions that apply rotary embeddings in `cls.forward`, by name. Returns none if `forward` has
-    other decorators: indexers, which select the keys that attention reads, run without gradients."""
+    """Returns the entries of the known functions that apply rotary embeddings in `cls.forward`, by name. Returns none
+    if `forward` has a decorator such as `no_grad`: indexers, which select the keys that attention reads, have it."""
     definition = parse_function(cls.forward)
     if definition is None or definition.decorator_list:
         return {}

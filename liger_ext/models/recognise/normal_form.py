@@ -1,9 +1,9 @@
-"""The normal form of a function's source: a text that changes only if the function's result may change.
+"""The normal form of a function's source: a text without comments, annotations and names that its author chose.
 
 `known.json` lists digests of this text, so every version of Python must produce the same text. `ast.unparse` does not:
 Python 3.10 writes `(a, b) = c`, later versions `a, b = c`. `dump_tree` therefore prints the syntax tree itself. This
-file and `patching/source.py` import only the standard library, because `tests/test_normal_form.py` runs them with every
-installed Python.
+file and `patching/source.py`, which it imports, otherwise import only the standard library, because
+`tests/test_normal_form.py` runs them with other installed Pythons, without torch.
 """
 
 import ast
@@ -45,8 +45,8 @@ def number_names(
     """Replaces the names in `definition` that its author chose by numbers, in the order of their first use: v0, v1, ...
     for arguments and variables, and a0, a1, ... for attributes of `self`.
 
-    Two functions that differ only in names then have the same text. Two that use the same names in another order have
-    different texts, or bind a number to another attribute.
+    Two functions that differ only in these names then have the same text. Two that use the same names in another order
+    have different texts, or bind a number to another attribute.
 
     Args:
         attributes: the numbers of attributes so far; new ones are added.

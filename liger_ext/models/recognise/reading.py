@@ -27,7 +27,7 @@ class Form(NamedTuple):
 def build_form(function: Callable | None, cls: type[nn.Module] | None = None) -> Form | None:
     """Returns the form of `function`, with the functions of transformers and the methods of `cls` that it calls.
 
-    None if some of the source is not available.
+    None if `function` is None, or if some of the source is not available.
     """
     texts, attributes = [], {}
     functions = [] if function is None else [inspect.unwrap(function)]
@@ -65,7 +65,7 @@ def build_layer_form(cls: type[nn.Module]) -> Form | None:
 
 def build_head_form(cls: type[nn.Module]) -> Form | None:
     """Returns the form of a causal language model's head without the arguments that it passes to its model; None if it
-    uses them in another way."""
+    uses them in another way, or if `cls` is no PreTrainedModel."""
     if not issubclass(cls, PreTrainedModel):
         return None
     definition = parse_function(cls.forward)
@@ -76,8 +76,8 @@ def build_head_form(cls: type[nn.Module]) -> Form | None:
 
 
 def _with_codes(definition: ast.FunctionDef, called: list[Callable], cls: type[nn.Module]) -> str:
-    """Returns the text of `definition`, and digests of the functions that it calls, except those that a patch calls,
-    too."""
+    """Returns the text of `definition`, and digests of the functions that it calls, except those that a patch calls or
+    replaces."""
     forms = {f.__name__: build_form(f, cls) for f in called if f.__name__ not in CALLED_BY_PATCHES}
     codes = [f"{name} {form and form.digest}" for name, form in forms.items()]
     return "\n".join([normal_form.dump_tree(definition), *codes])

@@ -51,7 +51,7 @@ class Seen(NamedTuple):
 
     @property
     def has_changed(self) -> bool:
-        """True if the table has only other code of this class."""
+        """True if the table has the class as an example, and its code is not known."""
         return not self.is_known and any(entry.example == self.path for entry in entries())
 
     @property

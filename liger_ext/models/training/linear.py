@@ -25,8 +25,8 @@ Parts = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, float]  # a l
 
 
 def fused_parts(layer: nn.Module, x: Tensor) -> Parts | None:
-    """Returns the parameters and the scaling of a linear layer, plain or with LoRA, of the dtype and device of `x`.
-    None for any other layer. The scaling is the adapter's, or 1."""
+    """Returns the parameters and the scaling of a linear layer, plain or with LoRA, of the dtype and device of `x`
+    (under autocast, of any dtype but float64). None for any other layer. The scaling is the adapter's, or 1."""
     parts = _parts(layer)
     if parts is None:
         return None

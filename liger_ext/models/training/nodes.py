@@ -1,4 +1,5 @@
-"""Autograd nodes that each run half a decoder layer, or a linear layer with LoRA, and decide which tensors they save.
+"""Autograd nodes for a norm and the attention's projections, for a norm and the MLP, and for a linear layer with LoRA.
+They decide which tensors they save.
 
 torch's linear layers save their inputs. Among these are the norms' outputs and h = silu(gate) * up: in a Llama a third
 of the memory that a forward saves. Both are cheap to recompute. The norms' outputs take one pass over the norms'
@@ -11,9 +12,9 @@ decides which tensors a node saves:
   their gradients exist for `TILE` rows at a time.
 
 The norm's backward and the matmuls add up the gradients of the residual stream and of a norm's consumers, without
-separate kernels. The forward has the same bits as the separate ops. The backward has the same bits at each level, but
-for the weights' gradients of tiles, which are summed in fp32. No saved tensor is overwritten: a graph may be used
-twice.
+separate kernels. Without LoRA and tiles, the forward has the same bits as the separate ops. Without tiles, the backward
+has the same bits at each level; the weights' gradients of tiles are summed in fp32. No saved tensor is overwritten: a
+graph may be used twice.
 
 In a checkpoint of the whole layer (`training.checkpoint`) "low" is also the fastest level: the second forward only
 recomputes tensors for the backward, and ends before the MLP.
@@ -99,7 +100,7 @@ def adapted(layer: nn.Module, x: Tensor, training: bool) -> Tensor:
 
 
 _PARAMETERS = "float[] scalings, Tensor?[] parameters"
-_CONSTANTS = "float eps, " + _PARAMETERS  # the last arguments of each op below
+_CONSTANTS = "float eps, " + _PARAMETERS  # the last arguments of each op with a norm
 
 
 class _Adapted(torch.autograd.Function):
@@ -296,8 +297,9 @@ def _norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Te
 
 
 def fused_linears(x: Tensor, layers: Iterable[nn.Module], training: bool) -> list[Parts] | None:
-    """Returns the parts of `layers` that the nodes run. None unless all are linear layers, plain or with LoRA, of the
-    dtype of `x`, and nothing but a backward may follow: no functorch transform, forward-mode derivative or export."""
+    """Returns the parts of `layers` that the nodes run. None unless all are linear layers, plain or with LoRA, that
+    `fused_parts` accepts, and nothing but a backward may follow: no functorch transform, forward-mode derivative or
+    export."""
     if x.device.type not in ("cpu", "cuda") or not is_plain_tensor(x):
         return None
     if torch.compiler.is_compiling():

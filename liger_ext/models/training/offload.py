@@ -24,7 +24,8 @@ _PIECE = 1 << 26  # bytes; torch rounds pinned memory up to powers of two, which
 def inputs_on_host(x: Tensor) -> Iterator[None]:
     """A context in which a checkpoint that saves `x`, a layer's input, saves a copy on the host.
 
-    It has no effect on a CPU, or under saved-tensor hooks of others, which decide themselves where to store tensors.
+    It has no effect on a CPU, for small or non-contiguous tensors, or under saved-tensor hooks of others, which decide
+    themselves where to store tensors.
 
     Raises:
         RuntimeError: `x` was modified inside the context.

@@ -3,9 +3,10 @@
 Linear layers save their inputs: the norms' outputs, and the MLP's h = silu(gate) * up. Two functions avoid this:
 
 - `recomputed`, under torch.compile, puts the op that computes the input into a checkpoint.
-- `recompute_when_saved`, without torch.compile, is for linear layers that must be called as modules (LoRA, quantised
-  weights, hooks). Saved-tensor hooks around the call recognise the input, whichever op saves it, and store the function
-  that computes it instead. (Plain linear layers run in `training.nodes`, which save less by themselves.)
+- `recompute_when_saved`, without torch.compile, is for linear layers that must be called as modules (quantised
+  weights, hooks, LoRA with dropout). Saved-tensor hooks around the call recognise the input, whichever op saves it, and
+  store the function that computes it instead. (Other linear layers run in `training.nodes`, which save less by
+  themselves.)
 
 Neither has an effect if a module's `liger_memory` is "fast".
 """
@@ -56,9 +57,9 @@ def recompute_when_saved(
     """Returns a context in which ops that save `tensor` for their backward save `make(*arguments)` in its place. The
     first of their backwards calls it.
 
-    `make` must return the same bits again. The context has no effect in three cases: `tensor` is not part of a graph
-    (the nodes of a graph save the arguments anyway); other saved-tensor hooks are active (offloading, non-reentrant
-    checkpoints), which must receive every tensor; or hooks are disabled.
+    `make` must return the same bits again. The context has no effect under torch.compile, or if `tensor` requires no
+    gradient (only the nodes of a graph save the arguments anyway), if other saved-tensor hooks are active (offloading,
+    non-reentrant checkpoints), which must receive every tensor, or if hooks are disabled.
     """
     if module.liger_memory == "fast" or torch.compiler.is_compiling() or not _saved_tensors_hooks_is_enabled():
         return contextlib.nullcontext()
