@@ -133,9 +133,11 @@ def test_the_device_of_the_tensors_is_used(example):
 def test_a_loss_on_the_cpu_waits_for_its_normalizer():
     """The value of a GPU's normalizer is read after the kernels that compute it."""
     x, weight, target = normal(8, 16), normal(32, 16), torch.arange(8)
-    torch.cuda._sleep(50_000_000)
-    loss = F.fused_linear_cross_entropy(x, weight, target, normalizer=torch.full((), 4.0, device="cuda"))
-    torch.testing.assert_close(loss, F.fused_linear_cross_entropy(x, weight, target, normalizer=4.0))
+    one = torch.ones((), device="cuda")
+    for value in (8.0, 4.0):  # the first call allocates pinned memory, which waits for the GPU
+        expected = F.fused_linear_cross_entropy(x, weight, target, normalizer=value)
+        torch.cuda._sleep(200_000_000)
+        assert torch.equal(F.fused_linear_cross_entropy(x, weight, target, normalizer=value * one), expected)
 
 
 def test_out_of_memory_says_what_torch_says():
