@@ -319,3 +319,17 @@ def test_what_cannot_be_overlaid(device):
     for bad in ((0, 8), (8, 8, torch.bfloat16), (8, 8, torch.float32, False), (19, 8, torch.float32, True, 64), *few):
         with pytest.raises(ValueError, match=r"gradients is 4 \(overlaid\)"):
             call(*bad)
+
+
+def test_token_scaling_of_partly_stored_float32_logits(device):
+    """The op rejects token scaling with float32 logits of 16-bit operands if only some classes' gradient is stored."""
+    x, weight = (normal(rows, 8, device=device, dtype=torch.bfloat16) for rows in (9, 150))
+    of = LossArguments(
+        x, weight, torch.zeros(9, dtype=torch.long, device=device), reduction=REDUCTIONS["mean"], gradients=OVERLAID,
+        logits_dtype=torch.float32, chunk_rows=9, chunk_classes=128, need_dx=True, need_dweight=True,
+    )  # fmt: skip
+    op = torch.ops.liger_ext.fused_linear_cross_entropy
+    op(*of)
+    op(*of._replace(use_token_scaling=True, chunk_classes=150))
+    with pytest.raises(ValueError, match=r"overlaid.* for 128 of 150 classes, for which use_token_scaling needs logits"):
+        op(*of._replace(use_token_scaling=True))
