@@ -97,7 +97,7 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
   static constexpr bool has_few_registers = VEC > 1 && K == 4;
   // Whether a row stays in shared memory until its dz is computed, because registers do not hold it.
   static constexpr bool reads_twice = has_async_copies && launch::norm_backward_reads_twice(Centered, VEC, K);
-  // Plans use four vectors per thread only on devices without bulk copies, and three only on devices with them.
+  // Plans use four vectors of 16 bytes per thread only on devices without bulk copies, and three only on devices with them.
   static constexpr bool is_used = has_bulk_copies ? !has_few_registers : K != 3;
 
   static LIGER_DEVICE void run(const Args& a) {

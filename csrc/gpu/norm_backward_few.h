@@ -1,4 +1,4 @@
-// The backward of the norms for few rows, whose tensors lie in the L2: one kernel computes dz, dweight and dbias.
+// The backward of the norms for few rows, whose tensors mostly fit in the L2: one kernel computes dz, dweight and dbias.
 //
 // The sums need no reduction over a row, only rstd and mean, which the forward saved. So the first blocks sum narrow tiles of columns over
 // all rows, and the others compute dz row by row (norm_backward_rows.h). dy and z are read twice, but no block waits for another, and there

@@ -1,5 +1,5 @@
-// Launches the norms' backward: the kernel that fits the call (norm_backward.h, or norm_backward_few.h, _rows.h or _reread.h), then the sum
-// of the partial rows.
+// Launches the norms' backward: the kernels that fit the call (norm_backward.h, or norm_backward_few.h, _rows.h or _reread.h), then the sum
+// of the partial rows, if there are any.
 #pragma once
 #include "gpu/column_sum.h"
 #include "gpu/norm_backward.h"

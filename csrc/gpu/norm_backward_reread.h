@@ -1,6 +1,6 @@
-// The backward of the norms for rows that no block or cluster holds, and for tensors of mixed dtypes. dy and z are read twice: one kernel
-// computes mean(g) and mean(g * n) of each row; a second one computes dz and the partial sums of dweight and dbias, for tiles of columns
-// and ranges of rows.
+// The backward of the norms for rows that no block or cluster holds, and for calls whose dy, dsum and z do not all have one dtype. dy and z
+// are read twice: one kernel computes mean(g) and mean(g * n) of each row; a second one computes dz and the partial sums of dweight and
+// dbias, for tiles of columns and ranges of rows.
 #pragma once
 #include "gpu/norm_backward.h"
 

@@ -8,8 +8,8 @@
 
 namespace liger::gpu {
 
-// Computes dz of the rows of this block. blocks_before: the first blocks of the grid, which have no rows. Weight: the type of a vector of
-// weights, Packed<T, VEC> if the weight is of z's type, otherwise float[VEC].
+// Computes dz of the rows of this block. blocks_before: the number of blocks at the start of the grid that have no rows. Weight: the type
+// of a vector of weights, which is Packed<T, VEC> for a weight of z's type, or float[VEC] for any weight or none.
 template <class T, int VEC, int K, bool Centered, class Weight>
 LIGER_DEVICE void norm_backward_row(const NormBackwardArgs& a, int64_t blocks_before = 0) {
   using Values = Packed<T, VEC>[K];
@@ -60,8 +60,8 @@ LIGER_DEVICE void norm_backward_row(const NormBackwardArgs& a, int64_t blocks_be
 }
 
 // For calls in which no parameter requires a gradient (LoRA). The weight is of z's type, because a branch on its dtype before the load
-// would slow the kernel down (docs/measurements.md). Calls with other weights, or with rows that 512 threads do not hold, take
-// norm_backward.h's kernels.
+// would slow the kernel down (docs/measurements.md). Calls with other weights or none, or with rows that 512 threads do not hold, take the
+// other kernels of the backward.
 template <class T, int VEC, int K, bool Centered> struct NormBackwardRows {
   using Args = NormBackwardArgs;
   static constexpr int max_threads = launch::norm_backward_rows.instance(VEC, K).max_threads,

@@ -3,7 +3,8 @@
 //   y = n * (weight + offset) + bias,   n = (z - mean) * rstd,   z = x [+ residual, stored as `sum`];   RMSNorm: mean = 0
 //
 // NormForwardRegisters: the threads of a row hold it, up to 8 vectors each, and issue all loads before they use the first value. The number
-// of threads is a power of two or, for row lengths far from a power of two, any number of whole warps, so that no warp idles (RowWarps).
+// of threads is a power of two. For some of RMSNorm's row lengths, far from a power of two, it is any number of whole warps, so that no
+// warp idles (RowWarps).
 // Rows that a block cannot hold are held by a cluster of blocks, where the device has clusters. The hardware starts blocks as others end,
 // which keeps the memory busier than persistent blocks do.
 // NormForwardReread, for longer rows: two passes by the same threads. The first computes the statistics (LayerNorm merges batches by Chan's
@@ -48,7 +49,7 @@ template <class T, int VEC, int K, NormForwardKind Kind> struct NormTile {
   const Columns<VEC, K> columns;
   const int64_t row;
 
-  // Loads z = x [+ residual]. A sum is rounded to T, like its copy in memory.
+  // Loads z = x [+ residual]. A sum is rounded to T, and stored in `sum`.
   LIGER_DEVICE void load_input(Values& z) const {
     load_as_t(z, a.x);
     if (!Kind.residual || (!Kind.same_dtype && a.residual.data == nullptr)) return;
@@ -145,7 +146,7 @@ template <class T, int VEC, int K, NormForwardKind Kind> struct NormTile {
 };
 
 // The weight, and LayerNorm's bias, if all of them are present and have the result's type. WithRow: the weight is loaded together with the
-// row and the bias, if registers allow, before the result is computed, so that the thread waits for several loads at once.
+// row. The bias, if registers allow, is loaded before the result is computed, so that the thread waits for several loads at once.
 template <class T, int VEC, int K, bool Centered, bool WithRow> struct TypedParameters {
   static constexpr bool holds_weight = WithRow, holds_bias = WithRow && Centered && K <= 4;
   const NormForwardArgs& a;

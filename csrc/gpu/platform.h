@@ -5,7 +5,7 @@
 //   struct K { struct Args {plain data}; static constexpr int max_threads; static LIGER_DEVICE void run(const Args&); };
 // and launch<K>(config, args, stream) launches it as `config`, a launch::Launch (launch/launch.h), describes. All lanes of a warp must
 // reach its collectives, and all threads of a block its barriers. So a thread whose row lies past the end clears a `live` flag and does not
-// return before the last of them, and loops that contain collectives have the same trip count in all threads of the block.
+// return before the last of them, and loops that contain collectives have the same trip count in all threads that meet there.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -160,7 +160,7 @@ template <class T, int N, int K, class F> LIGER_DEVICE float largest(const Packe
   return most;
 }
 
-// Returns the elementwise products of two vectors, each rounded once, like the exact product in fp32 when it is rounded to T.
+// Returns the elementwise products of two vectors, each rounded once: in fp32 the product of 16-bit values is exact, beside underflow.
 template <class T, int N> LIGER_DEVICE Packed<T, N> products(const Packed<T, N>& a, const Packed<T, N>& b) {
   Packed<T, N> out;
 #if defined(LIGER_HAS_PAIRS)
@@ -217,8 +217,8 @@ template <Hint H = Hint::keep, class V, class T> LIGER_DEVICE void store(T* to, 
   }
 }
 
-// Copies a vector to shared memory, without a register on devices with asynchronous copies. This thread may read the copy after it has
-// closed its copies and waited for them (close_copies, wait_for_copies).
+// Copies a vector to shared memory; one of 16 bytes without a register, on devices with asynchronous copies. This thread may read the copy
+// after it has closed its copies and waited for them (close_copies, wait_for_copies).
 template <Hint H = Hint::stream, class V, class T> LIGER_DEVICE void copy_to_shared(V* to, const T* from) {
   if constexpr (has_async_copies && sizeof(V) == 16) async_copy(to, from);
   else load<H>(*to, from);
@@ -233,7 +233,7 @@ template <class F> LIGER_DEVICE void with_dtype(Dtype dtype, F&& f) {
   else f(f16{});
 }
 
-// Loads N consecutive elements as floats, of a type known only at run time: parameters whose dtype differs from the activations'.
+// Loads N consecutive elements as floats, of a type known only at run time: parameters, whose dtype may differ from the activations'.
 template <int N, Hint H = Hint::keep> LIGER_DEVICE void load_any(float (&out)[N], const void* data, Dtype dtype, int64_t at) {
   with_dtype(dtype, [&](auto tag) {
     using T = std::remove_cvref_t<decltype(tag)>;
@@ -253,7 +253,7 @@ LIGER_DEVICE void store_one(void* data, Dtype dtype, int64_t at, float value) {
 }
 
 constexpr float log2_e = 1.4426950408889634f;
-// exp(v) with an error of |v| units in the last place; results below the normal range become 0.
+// exp(v) with an error of about 2 + |v| units in the last place; results below the normal range become 0.
 LIGER_DEVICE float fast_exp(float v) { return fast_exp2(v * log2_e); }
 // A sum that is nearly as exact as if it were rounded once, at its end: it also sums the rounding error of each addition (Knuth's two-sum).
 struct ExactSum {
@@ -317,7 +317,8 @@ template <class F> void dispatch(Dtype dtype, F&& f) {
 
 using launch::Instance;
 using launch::with_instance;
-// Returns whether this instance is compiled for the element type T: its accesses must have one element, or 16 bytes.
+// Returns whether this instance is compiled for the element type T: its accesses must have one element, or 16 bytes. Instances that load
+// rows ahead (Instance::ahead) are compiled only where devices may have clusters.
 template <class T> constexpr bool fits(const launch::Instance& instance) {
   return (instance.vec == 1 || instance.vec * int(sizeof(T)) == 16) && (may_have_clusters || !instance.ahead);
 }

@@ -1,5 +1,5 @@
 // The C interface of cuBLAS or hipBLAS that gemm.cu uses: prototypes, enumerators, and the names of functions. The build needs neither
-// the vendor's headers nor its library: gemm.cu looks up the functions in the library that torch has loaded.
+// the library nor its headers: gemm.cu looks up the functions in the library that torch has loaded.
 #pragma once
 #include <array>
 #include <cstdint>

@@ -165,8 +165,8 @@ LIGER_DEVICE bool is_elected_lane() {
 }
 // The position of the highest set bit of v > 0.
 LIGER_DEVICE int highest_bit(int v) { return 31 - __clz(v); }
-// A kernel launched with `pdl` starts while the previous kernel on the stream still runs, as soon as all blocks of that kernel have called
-// let_next_kernel_start(). It may read that kernel's results only after wait_for_previous_kernel().
+// A kernel launched with `pdl` may start while the previous kernel on the stream still runs, as soon as all blocks of that kernel have
+// called let_next_kernel_start() or ended. It may read that kernel's results only after wait_for_previous_kernel().
 LIGER_DEVICE void let_next_kernel_start() {
 #if defined(LIGER_HAS_CLUSTERS)
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -290,7 +290,7 @@ inline cudaLaunchAttribute cluster_attribute(int blocks) {
   return attribute;
 }
 
-// Allows a kernel as much dynamic shared memory as a block can have, once per device (from the 64th device on, at every call). The amount
+// Allows a kernel as much dynamic shared memory as a block can have, once per device (from device number 64 on, at every call). The amount
 // is always the same, so that no host thread lowers the limit that another thread has set.
 template <class K> void allow_shared_memory(const void* function, int device) {
   static std::atomic<bool> allowed[64];

@@ -53,9 +53,9 @@ LIGER_DEVICE bool is_elected_lane() { return lane_id() == 0; }
 LIGER_DEVICE void let_next_kernel_start() {}
 LIGER_DEVICE void wait_for_previous_kernel() {}
 LIGER_DEVICE void warp_barrier() { __builtin_amdgcn_wave_barrier(); }
-// Returns the value of the lane whose number differs in the bits of `mask`, a power of two. __shfl_xor goes through LDS, and needs a
-// register for addresses. If the mask is a compile-time constant, lanes read each other's registers instead, often in the instruction that
-// uses the value (data parallel primitives, in rows of 16 lanes).
+// Returns the value of the lane whose number differs in the bit of `mask`, a power of two. __shfl_xor goes through LDS, and needs a
+// register for addresses. For most masks that are compile-time constants lanes read each other's registers instead, often in the
+// instruction that uses the value (data parallel primitives, in rows of 16 lanes).
 template <int Control> LIGER_DEVICE int from_lane(int v) { return __builtin_amdgcn_update_dpp(0, v, Control, 0xf, 0xf, true); }
 LIGER_DEVICE int shfl_xor(int v, int mask) {
   constexpr int quad_1032 = 0xb1, quad_2301 = 0x4e;
@@ -77,8 +77,8 @@ LIGER_DEVICE int shfl_xor(int v, int mask) {
   return __shfl_xor(v, mask, warp_width());
 }
 LIGER_DEVICE float shfl_xor(float v, int mask) { return bit_cast<float>(shfl_xor(bit_cast<int>(v), mask)); }
-// Calls f(mask) for width / 2, width / 4 ... 1. `width` is a power of two, and need not be a compile-time constant. Each mask is one, by
-// recursion: clang 22 did not unroll a loop even for a constant width.
+// Calls f(mask) for width / 2, width / 4 ... 1. `width` is a power of two, and need not be a compile-time constant. Each mask is a
+// constant, by recursion: clang 22 did not unroll a loop even for a constant width.
 template <int Mask = warp_width() / 2, class F> LIGER_DEVICE void for_masks_below(int width, const F& f) {
   // Hides the width: the compiler otherwise moves the comparisons ahead of a loop over rows where it can, and spills scalar registers.
   if (!__builtin_constant_p(width)) asm volatile("" : "+s"(width));
@@ -149,9 +149,9 @@ LIGER_DEVICE void publish_to_host() { __threadfence_system(); }
 
 // The number of waves that an execution unit should hold at a time, from which the compiler derives the registers of a thread: four waves
 // leave 128 of them on gfx9, as many as blocks of 1,024 threads have in any case. K::min_blocks is the number of blocks that a
-// multiprocessor should hold; on gfx9 the waves of a block are spread over four units. (RoPE and the norms' backward, with two blocks of
-// 256 threads, need 142 to 168 registers, which allow three waves per unit; with 128 they spilled up to 61.) K::min_waves is for kernels
-// that would spill here with as many waves, though not on NVIDIA.
+// multiprocessor should hold; on gfx9 the waves of a block are spread over four units. (The norms' backward, with one block of 512 threads,
+// requests two waves per unit: LayerNorm's spilled with 128 registers.) K::min_waves is for kernels that would spill here with as many
+// waves, though not on NVIDIA.
 template <class K> constexpr int waves_per_unit() {
   if constexpr (requires { K::min_waves; }) return K::min_waves;
   else if constexpr (requires { K::min_blocks; }) return K::min_blocks * K::max_threads / (4 * 64);

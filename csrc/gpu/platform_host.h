@@ -1,5 +1,6 @@
 // The host target's implementation of the names in platform.h, for tests of kernels without a GPU. A kernel's threads are fibres on the
-// CPU, in warps of 32 or 64 (gpu/host/simt.h), and the compiler reports every memory access to gpu/host/memory.h. It is slow.
+// CPU, in warps of 32 or 64 (gpu/host/simt.h), and calls that the compiler inserts check their memory accesses (gpu/host/memory.h). It is
+// slow.
 #pragma once
 #include <cmath>
 #include <source_location>
@@ -15,7 +16,7 @@ namespace liger::gpu {
 using std::source_location;
 
 // LIGER_HOST_AHEAD: the target has the features of Hopper: clusters, bulk copies and asynchronous copies (gpu/host/transfers.h).
-// LIGER_HOST_ASYNC: the same without bulk copies, so that kernels run the code that they run on Ampere.
+// LIGER_HOST_ASYNC, in addition: the device has asynchronous copies only, so that kernels run the code that they run on Ampere.
 #if defined(LIGER_HOST_AHEAD)
 #define LIGER_HAS_CLUSTERS 1
 #define LIGER_HAS_ASYNC_COPIES

@@ -63,7 +63,7 @@ template <class T, int VEC, bool Interleaved> struct RopeRotation {
   struct Args {
     Rope rope;
     int first;  // the launch's first position
-    int threads, q_slots, k_slots;  // threads: of the grid; slots: heads of q, and of k, that a position's threads process side by side
+    int threads, q_slots, k_slots;  // threads: of the grid, without the last block's idle ones; slots: as in RopePlan (launch/plan.h)
     Divisor per_position, per_slot, by_seq;  // by the threads per position, threads per slot, positions per sequence
   };
   // The factors of the lower and of the upper vector: out = x * cos + (the other vector's x) * sin. `sin` includes the sign.

@@ -1,5 +1,5 @@
-// RowStream: loads the rows that a thread processes, one after another, and requests each row before the thread needs it. For the norms'
-// backward.
+// RowStream: loads the rows that a thread processes, one after another, and mostly requests each row before the thread needs it. For the
+// norms' backward.
 //
 //   take(out)      writes the thread's vectors of the next row to `out`: the columns of warp_columns(), with zeros past the last column. If
 //                  the row is past the last one, `out` is undefined: a thread that takes it, because other threads of its warp or block
@@ -7,7 +7,7 @@
 //   release()      lets another row be fetched in the place of the row that was taken. All lanes of a warp call take() together, and
 //                  release() together.
 //
-// A kernel whose registers do not hold a row reads it twice, vector by vector, by these functions instead (AsyncStream, HeldStream):
+// A kernel that is short of registers reads a row twice, vector by vector, by these functions instead (AsyncStream, HeldStream):
 //   wait()         waits for the next row, which must not be past the last one.
 //   vectors(k)     returns the thread's vector k of each tensor of that row.
 //   read_again()   is called between the two readings.
@@ -20,9 +20,9 @@
 //   another one in its place. So loads are in flight during reductions and stores, without taking registers or needing a barrier of the
 //   block. On an H200 a copy through such buffers is as fast as the best plain copy if a request has at least 512 bytes; buffers that a
 //   whole block shares, and copies by cp.async, are slower.
-// - AsyncStream, where there are asynchronous copies (Ampere, Ada). Each thread has a ring buffer for its vectors, which no other thread
-//   reads. So a vector may stay there while it is read twice, and be replaced without a barrier. take() itself requests the next row, and
-//   release() does nothing.
+// - AsyncStream, where there are asynchronous copies (Ampere, Ada) and the kernel is faster with them. Each thread has a ring buffer for
+//   its vectors, which no other thread reads. So a vector may stay there while it is read twice, and be replaced without a barrier. take()
+//   itself requests another row, and release() does nothing.
 // - RegisterStream, elsewhere: the next row is loaded into registers while the current one is processed. release() does nothing.
 // HeldStream adds the functions for reading twice to any of them: it holds the row in registers between the two readings.
 // The ring buffers of a block take plan.stages * ring_row_bytes() (launch/plan.h) of shared memory.
@@ -32,7 +32,7 @@
 namespace liger::gpu {
 
 // The vectors [begin, end) of a row, which belong to a warp. They are contiguous, so that one copy brings them. Each warp of the row has
-// the same number of vectors, in whole lines of 128 bytes; the last warps may have fewer.
+// the same number of vectors, a multiple of eight (128 bytes for vectors of 16 bytes); the last warps may have fewer.
 struct WarpShare {
   int lane, lanes;  // lanes: how many lanes of the warp share the row; lane: this thread's number among them
   int64_t begin, end;
@@ -94,7 +94,7 @@ template <class T, int VEC, int K, int N> LIGER_DEVICE Vectors<T, VEC, N> vector
 }
 
 // A warp's ring buffer in shared memory: [stages][N][K * lanes of a warp] vectors. A stage holds the warp's columns of one row or, where a
-// warp has several rows at a time, one of each.
+// warp has several rows at a time, of each of these.
 template <class Group, class T, int VEC, int K, int N> class RingStream {
   static constexpr int vector_bytes = VEC * int(sizeof(T)), tensor_bytes = K * warp_width() * vector_bytes, stage_bytes = N * tensor_bytes;
 

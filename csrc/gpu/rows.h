@@ -51,8 +51,8 @@ template <int Threads, bool Clusters, bool RowBarriers = false> struct BasicRowG
   LIGER_DEVICE int64_t first_row() const { return cluster_index() * rows_in_block + row_in_block; }
 
   // Reduces N values at once. `combine(a, b)` stores the combination of a and b in a, and must be commutative. All threads of the block, or
-  // of the cluster, must call reduce() together (with RowBarriers: all threads of the row). All threads end with the same bits. All
-  // reductions of a kernel must have the same N, because buffers of different sizes would overlap.
+  // of the cluster, must call reduce() together (with RowBarriers, where the device has them: all threads of the row's warps). All threads
+  // of a row end with the same bits. All reductions of a kernel must have the same N, because buffers of different sizes would overlap.
   template <int N, class F> LIGER_DEVICE void reduce(float (&v)[N], F combine) {
     if constexpr (whole_warps) {
       butterfly(v, warp_width(), combine);
@@ -173,7 +173,7 @@ static_assert(launch::min_edge_threads >= 2 * (8 - 1));
 
 // The columns of a row that this thread owns: K vectors of VEC elements. Vector k starts at column first + k * step, so that neighbouring
 // threads access neighbouring vectors. Vectors past the end of the range are read as zeros and not stored. A thread whose row lies past the
-// last one has an empty range.
+// last one mostly has an empty range.
 // Functions that take the dtype at run time require vectors of at most 16 bytes: VEC is 8 only for 16-bit types, and 4 or 1 for fp32.
 template <int VEC, int K> struct Columns {
   int64_t first;
@@ -245,12 +245,12 @@ template <class T, int VEC> LIGER_DEVICE float vector_mean(const Packed<T, VEC>&
   for (int i = 0; i < VEC / 2; ++i) mean += (values[i] + values[i + VEC / 2]) * (1.0f / VEC);
   return mean;
 }
-// Computes mean and variance of a row that its threads hold in registers, by one pass over the row and one exchange. At the call `mean` is
-// an estimate: one of the row's values, or the mean of some. Sums are relative to the estimate. If the estimate is so far from the row's
-// mean that the variance has lost digits by cancellation, a second pass follows, relative to the mean that the first pass found. Rows that
-// share a block share its barrier, so all of them take the same number of passes: one if they have 16 bits and at most 8,192 columns, where
-// the loss of digits is too small to matter, and two otherwise. AlwaysTwice: every row takes two passes. `a` has the row's cols and
-// inverse_cols.
+// Computes mean and variance of a row that its threads hold in registers, by one or two passes over the row, with one exchange each. At the
+// call `mean` is an estimate: one of the row's values, or the mean of some. Sums are relative to the estimate. If the estimate is so far
+// from the row's mean that the variance has lost digits by cancellation, a second pass follows, relative to the mean that the first pass
+// found. Rows that share a block share its barrier, so all of them take the same number of passes: one if they have 16 bits and at most
+// 8,192 columns, where the loss of digits is too small to matter, and two otherwise. AlwaysTwice: every row takes two passes. `a` has the
+// row's cols and inverse_cols.
 template <bool AlwaysTwice = false, class T, int VEC, int K, class Group, class Args>
 LIGER_DEVICE void held_moments(Group& group, const Columns<VEC, K>& columns, const Packed<T, VEC> (&x)[K], const Args& a, float& mean,
                                float& variance) {

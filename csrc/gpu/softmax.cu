@@ -1,7 +1,7 @@
 // Softmax over rows and its backward. Bound by memory: most rows are read once and written once. In between, the registers of a block or a
-// cluster of blocks hold it (HeldRow). Rows that are too long for that, or are not whole vectors, take registers and shared memory,
-// and the second pass reads the remaining vectors again (LongRow). Each thread computes exponentials relative to the maximum of its own
-// elements, so that the threads of a row exchange values once, not twice. The backward exchanges sum(dy * y). Exponentials are computed
+// cluster of blocks hold it (HeldRow). Rows that are too long for that, and long rows that are not whole vectors, take registers and shared
+// memory, and the second pass reads the remaining vectors again (LongRow). Each thread computes exponentials relative to the maximum of its
+// own elements, so that the threads of a row exchange values once, not twice. The backward exchanges sum(dy * y). Exponentials are computed
 // twice, because registers for them would cost more. Instructions are the second limit.
 //
 // The maximum ignores NaN, but the sum does not, and passes it to all results. A row of -inf, or one with +inf, yields NaN, as in PyTorch.
@@ -15,8 +15,8 @@
 namespace liger::gpu {
 namespace {
 
-// Computes exp(x - max) / sum. For 16-bit types: one multiply-add and one exponential, with the logarithm of the sum in the exponent. For
-// fp32: the reciprocal of the sum, corrected by its rounding error, which is as exact as a division per element.
+// Computes exp(x - max) / sum. For 16-bit types: a subtraction, a multiply-add and an exponential, with the logarithm of the sum in the
+// exponent. For fp32: the reciprocal of the sum, corrected by its rounding error, which is about as exact as a division per element.
 template <class T> struct Share {
   float max, factor, rounded_off = 0;
   LIGER_DEVICE explicit Share(const Exponentials& row) : max(row.max), factor(sizeof(T) == 2 ? -log2f(row.sum) : 1 / row.sum) {
@@ -65,7 +65,7 @@ template <class T> struct Dot {
   }
 };
 
-// dx = y * (dy - sum(dy * y)). For fp32 the rounding error of the product dy * y is added, so that the result is rounded once.
+// dx = y * (dy - sum(dy * y)). For fp32 the rounding error of the product dy * y is added, so that cancellation does not magnify it.
 template <class T, class Row> LIGER_DEVICE void backward(const TwoPassArgs& a) {
   typename Row::Group group(a.threads_per_row);
   Row dy_and_y(a, group);

@@ -5,8 +5,8 @@
 namespace liger::gpu {
 
 // Returns the function `name` that the library of the symbol `neighbour` calls: from that library, or from a library that it was linked to.
-// Returns nullptr if there is none. If `neighbour` is nullptr, searches all libraries of the process. That search may find the wrong one: a
-// process may have loaded several major versions of a library, and any of them may come first.
+// Returns nullptr if there is none. If `neighbour` is nullptr, searches in dlsym's default order (RTLD_DEFAULT). That search may find the
+// wrong function: a process may have loaded several major versions of a library, and any of them may come first.
 inline void* find_symbol(const void* neighbour, const char* name) {
   if (neighbour == nullptr) return dlsym(RTLD_DEFAULT, name);
   Dl_info place;

@@ -128,7 +128,7 @@ template <class T, int VEC, int K, int N> class LongRow {
   // The type of a column. The planner uses vectors only for rows of less than 2^30 columns.
   using Column = std::conditional_t<has_edges, int, int64_t>;
 
-  // The most vectors of each matrix that a thread holds. The planner uses shared memory only for whole vectors.
+  // The most vectors of each matrix that a thread holds. The planner uses shared memory only for vectors of 16 bytes.
   LIGER_DEVICE static int most(const TwoPassArgs& a) { return has_edges ? K + a.slots : K; }
   LIGER_DEVICE static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
   // The end of the row's whole vectors, in elements from the first vector on.
