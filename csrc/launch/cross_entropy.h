@@ -32,8 +32,8 @@ Launch cross_entropy_forward(const DeviceProfile&, const LogitsShape&, bool afte
 inline constexpr Kernel cross_entropy_backward_kernel("Backward", Instance{independent_threads, 1}, Instance{independent_threads, wide});
 Launch cross_entropy_backward(const DeviceProfile&, const LogitsShape&, const Knobs* = nullptr);
 
-// The fused loss's kernels, which need each row twice. InPlaceHeld and InPlaceTokens (for log-probabilities) process aligned rows that a
-// block or a cluster of blocks holds; InPlace processes the other rows that lie in one matrix, except for log-probabilities. The constants
+// The fused loss's kernels, which need each row twice. InPlaceHeld and InPlaceTokens (for log-probabilities) process most aligned rows that
+// a block or a cluster of blocks holds; InPlace processes other rows that lie in one matrix, except for log-probabilities. The constants
 // are the numbers of vectors that a thread holds in registers; its other vectors are in shared memory (plan.slots). Registers hold fewer
 // vectors for three kinds of rows: rows that lie in several matrices (chunks of the vocabulary), rows of log-probabilities (tokens), and
 // rows of a loss with options that cost registers (not `plain`). The kernels hold these kinds only if the logits have 16 bits, and the last
