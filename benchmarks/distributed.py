@@ -3,9 +3,9 @@ benchmarks.distributed``.
 
 The first table times the fused loss, forward and backward, in two ways: with its vocabulary sharded over the GPUs, and
 with the whole vocabulary on one GPU. Its efficiency is the time on one GPU, divided by the number of GPUs and by the
-time with shards; 1 is the ideal. The second table times a step of a model that FSDP2 shards, for liger_ext and Hugging
-Face, each with the head's parameters gathered together with the rest of the model ("head by itself": separately). There
-is one process per GPU. Each sample is the time of the slowest process.
+time with shards; 1 is the ideal. The second table times forward and backward of a model that FSDP2 shards, for
+liger_ext and Hugging Face. The head's parameters are gathered together with those outside of the layers, or separately
+("head by itself"). There is one process per GPU. Each sample is the time of the slowest process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Times the fused linear cross entropy of liger_ext at each level of memory (``memory="fast"`` to ``"min"``), and that
-of other libraries, forward and backward. The floor is the time of the three matmuls that all of them run (logits, dx,
-dweight), for all rows, in the same run; liger_ext leaves out rows whose target is ignored. A share is floor / time. The
-table also has peak memory, and errors against float64."""
+"""Times the fused linear cross entropy of liger_ext at each level of memory (``memory="fast"`` to ``"min"``), that of
+other libraries, and PyTorch's functions, forward and backward. The floor is the time of the three matmuls that all of
+them run (logits, dx, dweight), for all rows, in the same run; liger_ext leaves out rows whose target is ignored. A
+share is floor / time. The table also has peak memory, and errors against float64."""
 
 from __future__ import annotations
 

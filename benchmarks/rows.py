@@ -68,7 +68,7 @@ def _inputs(record: Record, timed: Timed, size: Size, dtype: torch.dtype, device
 
 
 def run(settings: suite.Settings) -> Iterator[Row]:
-    """Times every case, forward and backward; yields each row once it is measured."""
+    """Times every requested case, forward and backward; yields each row once it is measured."""
     for case in cases(settings.torch_dtype, settings.device):
         if settings.wants_op(case.op):
             with side_stream(settings.device):
@@ -119,8 +119,9 @@ def table(rows: list[Row], settings: suite.Settings) -> suite.Grid:
 
 
 def draw(rows: list[Row], settings: suite.Settings, folder: Path) -> list[Path]:
-    """One picture per op. It plots the share of the copy's speed over the row length, for calls that fill the GPU, and
-    in a second panel the microseconds of calls that do not."""
+    """One picture per op. It plots the share of the copy's speed, for calls that fill the device: over the row length,
+    with a panel for each direction, or as bars if all rows are equally long. A last panel has the microseconds of the
+    other calls."""
     fastest = max(_copy_rate(row) for row in rows)
     pictures = []
     for op in dict.fromkeys(row.op for row in rows):

@@ -29,7 +29,7 @@ def time_cpu(calls: dict[str, Callable[[], object]], seconds: float = 1.0, least
 
 
 def time_calls(calls: dict[str, Callable[[], object]], device: str) -> dict[str, Timing | str]:
-    """Times every provider's call, in turns; a provider that fails has its error's text as its result."""
+    """Times every provider's call, in turns; a provider that fails on a GPU has its error's text as its result."""
     if device == "cpu":
         return dict(time_cpu(calls))
     graphs, out = {}, {}
@@ -47,8 +47,8 @@ def time_calls(calls: dict[str, Callable[[], object]], device: str) -> dict[str,
 
 
 def copy_calls(moved_bytes: int, device: str) -> dict[str, Callable[[], object]]:
-    """The limit of the memory: our streaming copy of this many bytes, half read and half written, in several launch
-    configurations, of which the fastest counts."""
+    """The limit of the memory: our streaming copy of this many bytes, half read and half written; on a GPU in several
+    launch configurations, of which the fastest counts."""
     n = max(moved_bytes // 2 // 16, 1) * 4
     x = torch.randn(n, device=device)
     each = (1,) if device == "cpu" else (1, 2, 4, 8)

@@ -4,14 +4,14 @@
     torchrun --standalone --nproc-per-node 8 examples/train_distributed.py MODEL_FOLDER TEXT_FILE --compile
     torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 examples/...
 
-Each step trains on --batch windows of --seq tokens, divided among all processes: the losses are equal for any number of
-processes. Each process reads its shard of the weights, and holds at most that shard and one full layer. Started again
-with the same --output, training resumes from the newest checkpoint, also with another number of processes. On one GPU,
-and on a CPU, the same code runs in one process.
+Each step trains on --batch windows of --seq tokens, divided among all processes: up to rounding, the losses are equal
+for any number of processes. Each process reads its shard of the weights. In a step it also holds the full embedding,
+head and a few layers at a time. Started again with the same --output, training resumes from the newest checkpoint, also
+with another number of processes. Without torchrun the same code runs in one process, on a GPU or a CPU.
 
 To measure scaling: a Llama-1B with random weights on 8 x 2,048 tokens per GPU, with one GPU and with two. Weights and
-AdamW's moments are in fp32, everything else in bf16. The first printed line shows one step, which includes all
-initialisation. Later lines show the tokens per second since the previous line, without the time of saving checkpoints,
+AdamW's moments are in fp32, everything else in bf16. The first printed line shows one step, which includes the
+libraries' initialisation. Later lines show the tokens per second since the previous line, without the time of saving checkpoints,
 and the largest peak memory of a GPU. With --alone they also show the tokens per second of each process as a fraction of
 those of one process alone (1 is the ideal):
 

@@ -1,5 +1,5 @@
-"""Helpers that most tests share: tensors in every memory layout, hypothesis strategies, example calls of an op, a
-recorder of op calls and a meter of memory."""
+"""Helpers that many tests share: tensors in several memory layouts, hypothesis strategies, example calls of an op, a
+recorder of op calls, a meter of memory and child Pythons."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def draw_tensor(
     all_sizes: bool = False,
     **values: float,
 ) -> Tensor:
-    """Draws a normally distributed tensor in one of the layouts; without ``dtype``, in any dtype."""
+    """Draws a normally distributed tensor in one of the layouts; without ``dtype``, in any dtype of the device."""
     dtype, seed = dtype or data.draw(st.sampled_from(device_dtypes(device))), data.draw(seeds)
     t = normal(*shape, dtype=dtype, device=device, seed=seed, **values)
     return laid_out(scaled_rows(t, seed) if all_sizes else t, data.draw(layouts))
@@ -139,8 +139,8 @@ def draw_parameter(data: Any, device: torch.device, size: int, mean: float) -> T
 
 @dataclass(frozen=True)
 class Example:
-    """One call of a public function: ``arguments(device, dtype)`` returns its keyword arguments, whose tensors are
-    leaves that require gradients."""
+    """One call of a public function: ``arguments(device, dtype)`` returns its keyword arguments. Their tensors are
+    leaves that require gradients, and constants such as targets."""
 
     op: str
     arguments: Callable[[Any, torch.dtype], dict[str, Any]]
@@ -153,8 +153,8 @@ class Example:
 
 
 def example(op: str, name: str = "", /, *, constants: Callable = lambda device, dtype: {}, **tensors: Any) -> Example:
-    """Builds an example. A tuple is the shape of a leaf that requires a gradient; any other value is passed
-    unchanged."""
+    """Builds an example. A tuple is the shape of a leaf that requires a gradient; any other value is passed unchanged.
+    ``constants(device, dtype)`` returns further arguments."""
 
     def arguments(device: Any, dtype: torch.dtype) -> dict[str, Any]:
         made: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Small models of every family, for the tests of patching."""
+"""Small language models of the families in the table of docs/families.md, for the tests of patching."""
 
 import copy
 import functools

@@ -1,6 +1,6 @@
-"""Computes the table of `docs/families.md` from a training step of a small model of each family. `PYTHONPATH=tests
-python -m family_table` prints it; `test_families.py` compares it with the page. The column of Liger-Kernel describes
-the source of its version 0.8.2."""
+"""Computes the table of `docs/families.md` from a forward and a backward of a small model of each family. Its last two
+columns are written here by hand; that of Liger-Kernel describes the source of version 0.8.2. `PYTHONPATH=tests python
+-m family_table` prints the table; `test_families.py` compares it with the page."""
 
 import torch
 from cases import RecordCalls

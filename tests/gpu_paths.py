@@ -1,8 +1,8 @@
-"""Calls of every op that together take every launch path of a GPU. test_gpu_paths runs them on a GPU; test_sanitizer
-runs them under compute-sanitizer.
+"""Calls of ops that together take the launch paths of a GPU. test_gpu_paths runs them on a GPU; test_sanitizer runs
+those in WATCHED, for compute-sanitizer.
 
-The number of rows of a call follows from the plans of the device. So on any device the calls include persistent blocks
-that fill each pipeline stage several times, clusters, few rows and many rows.
+The number of rows of many calls follows from the device's profile or plans. So the calls include persistent blocks that
+fill each pipeline stage several times, clusters where the device has them, few rows and many rows.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def call_size(op: str, rows: int, cols: int) -> Size:
 
 
 def arguments(op: str, rows: int, cols: int, dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:
-    """Returns an op's arguments by name; floating tensors require a gradient."""
+    """Returns an op's arguments by name; those that may have a gradient require one."""
     return RECORDS[op].inputs(InputFactory(dtype, device), call_size(op, rows, cols))
 
 
@@ -62,8 +62,8 @@ def wraps(plan: _C.LaunchPlan, rows: int) -> bool:
 
 @dataclass(frozen=True)
 class Path:
-    """A call of an op. ``kind``: the number of rows; "all" means very many, "wraps" as many as refill all pipeline
-    stages. ``frozen``: parameters require no gradient."""
+    """A call of an op. ``kind``: the number of rows; "all" means 40,000, "wraps" as many as refill all pipeline stages.
+    ``frozen``: parameters require no gradient."""
 
     op: str
     cols: int

@@ -1,8 +1,8 @@
 """Tests of every GPU kernel on the host against float64: forward and backward, three dtypes, odd sizes, long rows.
 
 pytest does not collect this file by itself, because it requires the library of the host target. test_host_target runs
-it in one process for each warp width, and shows the number of cases of each kernel. To run it by hand after ``make
-test`` has built the library::
+all of it in one process for each target (warps of 32 and of 64, clusters), and shows the number of cases of each
+kernel. To run it by hand after ``make host`` has built the library::
 
     LIGER_EXT_LIB=liger_ext/lib/host LIGER_EXT_HOST_WARP=64 python -m pytest tests/host_kernels.py -k softmax
 """

@@ -1,6 +1,6 @@
-"""Judges every op in every dtype at odd sizes against float64, and prints the CPU instruction set that the library
-uses: ``python isa_subset.py``. test_library runs it in a child process, because LIGER_EXT_CPU_ISA must be set before
-the library is loaded."""
+"""Judges every op in every dtype, and many ops at odd sizes, against float64, and prints the CPU instruction set that
+the library uses: ``python isa_subset.py``. test_library runs it in a child process, because LIGER_EXT_CPU_ISA must be
+set before the library is loaded."""
 
 import torch
 from cases import LAYOUTS, laid_out, library_lines, normal, random_targets

@@ -1,5 +1,5 @@
-"""Calls of every op that has a record, small, odd and large, which launch every kernel of these ops on the host target
-(the GPU kernels compiled for the CPU, host_kernels.py) and on emulated AMD GPUs (tests/amd)."""
+"""Calls of every op that has a record, small, odd and large. host_kernels.py runs them on the host target (the GPU
+kernels compiled for the CPU), and tests/amd on emulated AMD GPUs, where they and a few checks launch every kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random memory layouts of tensors, and guards that detect writes outside of a call's results.
+"""Random memory layouts of tensors, guards that detect writes to inputs and beside them, and comparisons of bits.
 
 A layout is a stride for each dimension and an offset into a buffer. The strides are drawn from the innermost dimension
 outwards, the dimensions in any order. Each one either continues what lies inside it (dense), leaves a gap (slices,

@@ -1,7 +1,7 @@
 """Mutants of Python functions, for the tests of recognition: changed copies that must not be taken for known code.
 
-A mutation is an edit that a release of transformers could contain: another operator, number, name, attribute or keyword
-argument, one at a time, at every place in a function's text; or two adjacent statements exchanged.
+A mutation is an edit that a release of transformers could contain: another operator, constant, name, attribute or
+keyword argument, one at a time, at every place in a function's text; or two adjacent statements of its body exchanged.
 """
 
 import ast

@@ -4,8 +4,9 @@
 second on: CI runs one share of the slow tests, chosen by the number of commits. ``--skips ci`` compares the skips of a
 run with the column ``ci`` of skips.txt, so that no test disappears unnoticed.
 
-With ``-n`` the tests of a file share one process, which creates their fixtures once. Files with slow tests start first,
-so that no long file runs alone at the end. The tests of the files in APART run in separate processes.
+With ``-n`` and ``--dist loadfile`` the tests of a file share one process, which creates their fixtures once. Files with
+slow tests start first, so that no long file runs alone at the end. The tests of the files in APART are distributed one
+by one.
 """
 
 import re

@@ -1,5 +1,5 @@
 """Tests of PEFT's adapters on patched models: loss and gradients equal those of a stock model with the same
-adapters."""
+adapters, within a tolerance."""
 
 import functools
 from collections.abc import Callable

@@ -1,5 +1,5 @@
-"""Tests of the HIP build on a machine without an AMD GPU: every launch configuration is valid, and in an emulator the
-code objects compute right results for a few cases (tests/amd/run.py runs all)."""
+"""Tests of the HIP build on a machine without an AMD GPU: the launches of every kernel case fit the device,
+and in an emulator the code objects compute right results for a few cases (`tests/amd/run.py --all` runs all)."""
 
 import os
 import subprocess

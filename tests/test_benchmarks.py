@@ -1,7 +1,6 @@
 """Tests of the benchmark suites rows, flce, plans, log_probs, host and memory, on shapes so small that times mean
 nothing: the tables that they print, the files and plots that they write, providers that fail or are wrong, and the
-ratios in tables. The last tests compare predictions for the fused loss's plans on shapes of GPUs, without running
-them."""
+ratios in tables. The last tests check predictions for the fused loss's plans; those of shapes of GPUs run no plan."""
 
 import functools
 import importlib

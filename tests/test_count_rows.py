@@ -1,5 +1,5 @@
-"""Tests of `count_rows`: the fused loss excludes rows with an ignored target from its matmuls, with the same
-results."""
+"""Tests of `count_rows`: the fused loss excludes most rows with an ignored target from its matmuls, and its results
+keep liger_ext.rule."""
 
 import contextlib
 import copy

@@ -1,4 +1,5 @@
-"""Tests that need a GPU: no synchronisation with the host, CUDA graphs, streams, several devices."""
+"""Tests of the ops on a GPU: no synchronisation with the host, the same bits in repeated calls, CUDA graphs, streams,
+several devices, a normalizer on a GPU for a loss on the CPU, and the text of an out-of-memory error."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""Tests of patched Llamas in several processes, under FSDP2, FSDP1 and DDP. All cases of distributed_cases.py run in
-one start of the processes."""
+"""Tests of patched Llamas in several processes, under FSDP2, FSDP1 and DDP. The selected cases of distributed_cases.py
+run in one start of the processes."""
 
 import pytest
 import torch

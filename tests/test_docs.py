@@ -1,4 +1,5 @@
-"""Tests of the Markdown pages: links lead to tracked files, lines are short, and the README names every public op."""
+"""Tests of the Markdown pages: links lead to tracked files, lines outside of tables and code are short, and the README
+names every public op and module."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Tests of the report of `python -m liger_ext`, and of the diagnosis of `python -m liger_ext doctor`."""
+"""Tests of the report of `python -m liger_ext`, and of `python -m liger_ext doctor`: the diagnosis, device profiles,
+and the plans and memory of a loss."""
 
 import importlib.metadata
 import json

@@ -1,5 +1,5 @@
 """Tests that an error thrown in C++ reaches Python with the type that csrc/kernels/errors.h names and with its text
-alone, with any torch and any way to call the op."""
+alone, also in inference mode, in a backward and in a compiled graph."""
 
 import os
 import shutil

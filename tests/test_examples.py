@@ -1,4 +1,4 @@
-"""Tests that the examples of preference and RL losses run, learn, and draw."""
+"""Tests that the examples of preference and RL losses run and draw, and that the loss of DPO falls."""
 
 import importlib.util
 import re

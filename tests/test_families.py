@@ -1,5 +1,5 @@
-"""Tests of every model family: which modules a patch replaces, and that losses and gradients equal those of stock
-transformers within a tolerance."""
+"""Tests of the families of family_models.py: which modules a patch replaces, and, of those in OPTIONS, that losses and
+gradients equal those of stock transformers within a tolerance."""
 
 import copy
 import functools
@@ -77,7 +77,7 @@ ENDS = (
 @pytest.mark.parametrize("family", [*PRESENT, *LAYERS])
 @newest
 def test_what_is_patched(family):
-    """The patch replaces every class of a model except those in LEFT."""
+    """The patch replaces every class of a model except those in UNPATCHED."""
     families._unknown.clear()
     model = build(family)
     classes = {type(m).__name__ for m in model.modules()}

@@ -1,4 +1,5 @@
-"""Tests of patched experts: the gated activation between transformers' grouped matmuls, in every implementation."""
+"""Tests of patched experts: the gated activation between transformers' matmuls, in transformers' implementations
+"eager", "grouped_mm" and "batched_mm"."""
 
 import copy
 import importlib

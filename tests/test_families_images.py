@@ -1,4 +1,5 @@
-"""Tests of models of images and text against stock transformers: their language models, and the loss of their heads."""
+"""Tests of models of text with images or sounds against stock transformers: their language models, vision towers, and
+the loss of their heads."""
 
 import copy
 import importlib

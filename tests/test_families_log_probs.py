@@ -1,4 +1,4 @@
-"""Tests of log-probabilities and entropies of every family; test_llama_log_probs.py has those of Llama."""
+"""Tests of log-probabilities and entropies of every family. test_llama_log_probs.py has more tests, of Llama."""
 
 import family_models
 import pytest

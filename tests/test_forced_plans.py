@@ -1,5 +1,5 @@
-"""Tests that results keep the bound of liger_ext.testing under other launch plans: every op, forward and backward,
-against float64 with forced plans.
+"""Tests that results keep liger_ext.rule under other launch plans: every op with a record, forward and backward, with
+forced plans.
 
 They run on a GPU and on the host target (test_host_target); the CPU kernels have no plans. On the host target they also
 check that the launches equal ``_C.plans``, for built-in and for tuned plans.

@@ -1,4 +1,4 @@
-"""Every code path of the GPU launches, judged by the rule of liger_ext/rule.py: the calls of gpu_paths.py, rows that
+"""The code paths of the GPU launches, judged by the rule of liger_ext/rule.py: the calls of gpu_paths.py, rows that
 are too long to hold and so are read twice, and backwards that compute only some of the gradients."""
 
 import itertools

@@ -60,7 +60,7 @@ PARTS = {
 
 
 def test_rooms_import_downwards():
-    """Each package imports only the packages that ROOMS lists for it, also inside functions. So no import relies on
+    """Each package imports only the packages that PARTS lists for it, also inside functions. So no import relies on
     another package being loaded first."""
     folder = Path(liger_ext.__file__).parent / "models"
     for path in sorted(folder.rglob("*.py")):

@@ -1,5 +1,5 @@
-"""Tensors with more than 2^31 elements, whose offsets need 64 bits. On a CPU, rows lie far apart in memory that is
-never touched; on a GPU, all elements exist."""
+"""Tensors that span more than 2^31 elements, so that their offsets need 64 bits. On a CPU, three rows lie far apart,
+and the memory between them is never touched; on a GPU, most tensors have all these elements."""
 
 import pytest
 import torch

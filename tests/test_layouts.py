@@ -1,5 +1,5 @@
-"""Results do not depend on strides: every tensor argument of every op, in every layout, and memory that no op may
-touch.
+"""Results do not depend on strides: every tensor argument of every op with a record, in random layouts, and memory that
+no op may touch.
 
 A test draws a layout of layouts.py for each tensor of a call separately: inputs, upstream gradients, and, where it
 calls the ops directly, also saved tensors. For each call

@@ -1,5 +1,5 @@
 """Log-probabilities and entropies of patched models, and losses computed from them: values and all parameters'
-gradients, compared with the logits of unpatched models."""
+gradients, compared with those computed from the logits of unpatched models."""
 
 import copy
 import functools

@@ -1,4 +1,5 @@
-"""Launch plans are legal on every device, for every shape: no launch has more threads than a block may have."""
+"""Launch plans are legal for any shape, on the reference profiles and on a small device: no launch has more threads
+than a block may have. The profiles are consistent, and found by name."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,6 +1,6 @@
-"""A small selection of tests for compute-sanitizer: every kernel, forward and backward, with small odd and
-vector-aligned shapes; persistent blocks with enough rows to fill their pipeline stages repeatedly, clusters, and
-kernels that work in place. Nothing is compiled.
+"""A small selection of tests for compute-sanitizer: the ops' examples, forward and backward, with small shapes; longer
+rows; persistent blocks with enough rows to fill their pipeline stages repeatedly, clusters, and kernels that work in
+place. No test uses torch.compile.
 
 Run ``compute-sanitizer --tool memcheck python -m pytest -m "sanitizer and cuda"``, then with ``--tool racecheck``.
 """

@@ -1,6 +1,6 @@
-"""The fused loss with its vocabulary sharded over two and over three processes: its results keep the rule that holds
-for the op without shards, and are bit-identical in all processes. sharded_cases.py has the cases, which all run after
-one start of the processes."""
+"""The fused loss and log-probabilities with a vocabulary sharded over two and over three processes: results keep the
+rule that holds for the op without shards, and those of whole rows are bit-identical in all processes. The cases of
+sharded_cases.py and sharded_log_probs.py run after one start of the processes."""
 
 import functools
 import itertools

@@ -1,5 +1,5 @@
-"""GPU matmuls call the BLAS library that torch is linked to, even if another version of that library was loaded
-before."""
+"""The search for the BLAS functions of GPU matmuls (gpu/symbols.h) finds those of the library that torch is linked to,
+even if another version of that library was loaded before. The test's libraries are fakes."""
 
 import ctypes
 import shutil

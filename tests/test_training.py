@@ -1,4 +1,5 @@
-"""Training: thirty steps of a patched and an unpatched Llama (test_trainer.py uses Hugging Face's Trainer)."""
+"""Thirty training steps of a patched and an unpatched Llama, and an evaluation without logits (test_trainer.py uses
+Hugging Face's Trainer)."""
 
 import copy
 

@@ -1,6 +1,6 @@
 """The functions with which each op is compared. A module of this folder has, for the ops of a family, ``EAGER``: the
-composition of PyTorch's functions that an op replaces, as transformers writes it; and ``PEERS``: implementations of
-other libraries, by the library's name. All take the inputs of the op's record, in their order."""
+composition of PyTorch's functions that an op replaces, mostly as transformers writes it; and ``PEERS``: fused
+implementations, mostly of other libraries, by name. All take the inputs of the op's record, in their order."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Checks the launch configuration of every kernel of a HIP build against the limits in its code object, on a device
-with the compute units of a real one. Nothing is executed, so it needs no emulator: python tests/amd/launches.py
-gfx942"""
+"""Checks the launches of every kernel case against the limits in a HIP build's code objects and those of the device, on
+a device with as many compute units as a real one. Nothing is executed, so it needs no emulator:
+python tests/amd/launches.py gfx942"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Executes the AMD code objects of every kernel in an emulator, forward and backward, and compares the results with
-float64 under liger_ext's rule and bound.
+"""Executes the kernels' AMD code objects in an emulator, forward and backward, and compares the results with float64
+under liger_ext's rule and bound.
 
     python tests/amd/run.py                        a few cases of every op on every architecture: minutes
     python tests/amd/run.py gfx942 gfx1100 --all   every case, a block's waves in two orders; every kernel must run
@@ -7,7 +7,7 @@ float64 under liger_ext's rule and bound.
     python tests/amd/run.py --all --json amd.jsonl also writes lines for `python -m liger_ext.numerics join`
 
 Requires the HIP build of ``tests/compile_gpu.sh hip`` and an emulator. Exit status: 0 all results are right, 1 some are
-wrong, 2 no HIP build, 3 no emulator (the message explains how to install one).
+wrong or missing, 2 no HIP build, 3 no emulator (the message explains how to install one).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls forward and backward ops directly, with arguments that no public function would pass."""
+"""Calls forward and backward ops directly, with spoiled arguments, most of which no public function would pass."""
 
 from __future__ import annotations
 

@@ -7,11 +7,11 @@ An exception is acceptable if the call's arguments may be the cause, and it is
 * RuntimeError or NotImplementedError of torch's dispatcher or autograd (``TORCH``), or with the name liger_ext in it.
 
 A result is right if it has the documented shapes and dtypes, and is finite for values of ordinary size. If the call
-has a reference (``Case.judged``), the error of each element against float64 must also be within the bound of bounds.py,
-or at most twice the largest error of PyTorch's composition in that row (near the end of a dtype's range both may
-overflow in intermediate values). Elements are exempt if PyTorch's result is not finite, or if reference plus bound
-exceed half of the dtype's largest number (for dx: before the multiplication by its row's upstream gradient). Norms are
-exempt if squares or products of their inputs overflow.
+has a reference (``Case.judged``), the error of each element against float64 must also be at most the bound of bounds.py
+(a multiple of it in float64 and for gradients of parameters) plus twice the largest error of PyTorch's composition in
+that row (near the end of a dtype's range both may overflow in intermediate values). A row is exempt if in one of its
+elements PyTorch's result is not finite, or if reference plus bound exceed half of the dtype's largest number (for dx:
+before the multiplication by its row's upstream gradient). Norms are exempt if squares of their inputs may overflow.
 """
 
 from __future__ import annotations
