@@ -11,9 +11,9 @@ with another number of processes. Without torchrun the same code runs in one pro
 
 To measure scaling: a Llama-1B with random weights on 8 x 2,048 tokens per GPU, with one GPU and with two. Weights and
 AdamW's moments are in fp32, everything else in bf16. The first printed line shows one step, which includes the
-libraries' initialisation. Later lines show the tokens per second since the previous line, without the time of saving checkpoints,
-and the largest peak memory of a GPU. With --alone they also show the tokens per second of each process as a fraction of
-those of one process alone (1 is the ideal):
+libraries' initialisation. Later lines show the tokens per second since the previous line, without the time of saving
+checkpoints, and the largest peak memory of a GPU. With --alone they also show the tokens per second of each process as
+a fraction of those of one process alone (1 is the ideal):
 
     python examples/train_distributed.py random:1b --batch 8 --seq 2048 --steps 60 --log-every 20 --save-every 0
     torchrun --standalone --nproc-per-node 2 examples/train_distributed.py random:1b --batch 16 --seq 2048 \\

@@ -1,7 +1,7 @@
-"""Arithmetic models of the kernels in csrc/gpu: which elements each thread processes. ``PLAN_MODELS`` of tests/ops and
-``SHARED`` have the model of each kernel: a function of a launch and of facts about its call, which raises AssertionError
-unless threads process every element of every row exactly once. The formulas repeat those of Columns and RowGroup (gpu/rows.h),
-WarpShare (gpu/row_stream.h) and the first lines of the kernels."""
+"""Arithmetic models of the kernels in csrc/gpu: which elements each thread processes. ``PLAN_MODELS`` of tests/ops
+and ``SHARED`` have the model of each kernel: a function of a launch and of facts about its call, which raises
+AssertionError unless threads process every element of every row exactly once. The formulas repeat those of Columns and
+RowGroup (gpu/rows.h), WarpShare (gpu/row_stream.h) and the first lines of the kernels."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A second call that patches the same model: it leaves patched modules unchanged, and raises an error if its options
-differ from those of the first call."""
+"""A second call that patches the same model: it leaves patched modules unchanged, and raises an error if its options,
+`memory` apart, differ from those of the first call."""
 
 import copy
 import logging

@@ -1,5 +1,5 @@
-"""``python -m liger_ext tune`` and the file that it writes, without a GPU. test_forced_plans.py tests that tuned knobs
-change launch plans and not results."""
+"""``python -m liger_ext tune`` and the file that it writes, mostly without a GPU. test_forced_plans.py tests that tuned
+knobs change launch plans and not results."""
 
 import contextlib
 import json

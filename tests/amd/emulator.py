@@ -1,4 +1,4 @@
-"""Finds the emulator of AMD's instructions, which is not part of this project, and corrects its errors."""
+"""Finds the emulator of AMD's instructions, which is not part of this project, and corrects known errors of it."""
 
 from __future__ import annotations
 
