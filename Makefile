@@ -1,6 +1,6 @@
 # The project's commands. They need python3 (with venv), make and a C++20 compiler:
 #   make demo    fine-tune a real Llama with and without liger_ext, and compare      make bench   print the benchmark tables
-#   make test    run the quick tests that need no GPU: about 8 minutes on two cores
+#   make test    run the quick tests that need no GPU: 8 to 17 minutes on two cores, and the build
 #   make test-all    run every test that needs no GPU, with every architecture compiled, the oldest transformers, and AddressSanitizer
 #   make build   build the libraries, into liger_ext/lib
 #   make wheel   build dist/*.whl for this Python and GPU      make wheels   build one for all GPUs and Pythons; needs nvcc and clang-19 or ROCm

@@ -184,6 +184,15 @@ def test_what_a_profile_says(monkeypatch, capsys):
         assert [word for word in words if word not in printed] == [], printed
 
 
+@pytest.mark.parametrize("reference", [profile.name for profile in _C.profiles()])
+def test_the_data_sheet_of_a_gpu_of_another_size(reference):
+    """A GPU that differs from its nearest reference GPU in size, such as an RTX 3090, has scaled rates."""
+    profile = _C.profile(reference)
+    profile.multiprocessors -= 6
+    device = _devices.Device(0, profile.name, profile.architecture, "PTX", 2**36, 2**35, profile)
+    assert f"rates for the fused loss, from the data sheet of {reference}: " in doctor._gpu_lines([device])[1]
+
+
 def test_levels_of_memory():
     """A lower level never allocates more memory, and the example's tokens fit at each level."""
     levels = list(_llama.tokens_at_each_level(_C.profile("A100"), 40 << 30).values())

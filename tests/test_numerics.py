@@ -77,20 +77,22 @@ def test_lines_of_several_machines_are_columns(write_line, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("folder", "variable", "values"),
-    [("lib/host", "LIGER_EXT_HOST_WARP", ["32", "64"]), ("lib", "LIGER_EXT_CPU_ISA", ["baseline", "avx2"])],
+    ("folder", "variable", "expected"),
+    [
+        ("lib/host", "LIGER_EXT_HOST_WARP", [("host wave32", "32"), ("host wave64", "64")]),
+        ("lib", "LIGER_EXT_CPU_ISA", [("CPU baseline", "baseline"), ("CPU avx2", "avx2")]),
+    ],
 )
-def test_one_process_for_each_variant_of_the_kernels(folder, variable, values, monkeypatch):
+def test_one_process_for_each_variant_of_the_kernels(folder, variable, expected, monkeypatch):
     """Each warp width of the host target; each instruction set of a CPU that has no AVX-512."""
     started = []
 
     def run(command, env, **_):
-        started.append((command[-1], env[variable]))
+        started.append((command[-2:], env[variable]))
         return subprocess.CompletedProcess(command, 1, stdout='{"platform": "x"}\n')
 
     monkeypatch.setattr(numerics._load, "library_folder", lambda: Path(folder))
     monkeypatch.setattr(numerics, "cpu_isa", lambda: "avx2")
     monkeypatch.setattr(numerics.subprocess, "run", run)
     assert len(list(numerics._measure_each(small=False))) == 2
-    names = ["host wave32", "host wave64"] if folder == "lib/host" else ["CPU baseline", "CPU avx2"]
-    assert started == list(zip(names, values, strict=True))
+    assert started == [(["--platform", platform], value) for platform, value in expected]

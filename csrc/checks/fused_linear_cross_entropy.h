@@ -100,8 +100,7 @@ inline HeadDtypes check_fused_loss(const char* op, const FusedLoss& a) {
   check_targets(op, a.target, a.ce_weight, "ce_weight", a.x.size(0), a.weight.size(0), dtypes.acc, a.x, "x");
   check_tokens(op, a, dtypes.acc);
   check_schedule(op, a.x, a.weight, dtypes, a.gradients, a.chunk_rows, a.chunk_classes, a.need_dx, a.need_dweight, a.wants_dbias());
-  const bool overlaid = launch::Gradients(a.gradients) == launch::Gradients::overlaid;
-  require(!(a.use_token_scaling && overlaid && dtypes.wide_logits() && a.chunk_classes < a.weight.size(0)), op,
+  require(!(a.use_token_scaling && dtypes.wide_logits() && keeps_lse(a, a.chunk_classes, a.weight.size(0))), op,
           ": gradients is 4 (overlaid) for ", a.chunk_classes, " of ", a.weight.size(0), " classes, for which use_token_scaling needs",
           " logits_dtype None");
   return dtypes;

@@ -3,8 +3,7 @@
 // Python's tensors without data, whose sizes may be symbols. ops/tensor.h and python/tensor.h declare the same names for the two kinds of
 // tensors.
 //
-// A check throws std::invalid_argument, which mostly names the argument, its value and the expected value. A check that passes builds no
-// message.
+// A check throws std::invalid_argument, whose text names the argument and the expected value. A check that passes builds no text.
 #pragma once
 #ifdef LIGER_IS_GPU
 #include "ops/tensor.h"

@@ -5,8 +5,8 @@
 // head and column, so a block may begin in the middle of a position's heads. More heads per thread would load cos and sin less often, but
 // were not faster (docs/measurements.md), since these loads hit the L1.
 //
-// The input and the results each have either half-split pairs (columns p and p + rotary_dim / 2) or interleaved pairs (columns 2p and 2p +
-// 1). In every case a thread stores whole vectors at columns i and i + rotary_dim / 2, and loads the elements of their pairs from the
+// The input and the results each have either half-split pairs (columns p and p + rotary_dim / 2) or interleaved pairs (columns 2p and
+// 2p + 1). In every case a thread stores whole vectors at columns i and i + rotary_dim / 2, and loads the elements of their pairs from the
 // columns where the input has them. If the results are interleaved, each stored vector consists of VEC / 2 pairs (VEC = 1: a thread stores
 // the two elements of a pair). Two adjacent vectors per thread would load as fast, but store more slowly (docs/decisions.md).
 #include "kernels/rope.h"
