@@ -2,7 +2,7 @@
 // those whose name ends in _: these overwrite the arguments that are marked with !. An output that was not requested has zero elements.
 // Modes are integers here and names in Python:
 //   casting_mode 0 llama, 1 gemma, -1 none;  activation 0 silu, 1 gelu by tanh, 2 exact gelu;  reduction 0 none, 1 mean, 2 sum;
-//   layout 0 halves, 1 interleaved, 2 interleaved to halves.
+//   layout 0 halves, 1 interleaved, 2 interleaved to halves;  code 0 nf4, 1 fp4.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(liger_ext, m) {
@@ -123,6 +123,10 @@ STABLE_TORCH_LIBRARY(liger_ext, m) {
       " ScalarType? accum_dtype, ScalarType? compute_dtype, ScalarType? logits_dtype, int first_class, int vocab_size, int chunk_rows,"
       " bool need_dx, bool need_dweight, bool need_dbias)"
       " -> (Tensor dx, Tensor dweight, Tensor dbias)");
+
+  m.def(
+      "dequantize_4bit(Tensor packed, Tensor absmax, Tensor? absmax_code, Tensor? absmax_scales, Tensor? absmax_offset, int numel,"
+      " int code, int blocksize, int absmax_blocksize, ScalarType dtype) -> Tensor");
 
   // The reference of the benchmarks: a copy at the speed of the memory (kernels/stream_copy.h).
   m.def("stream_copy(Tensor x, int per_thread) -> Tensor");

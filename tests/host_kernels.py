@@ -12,6 +12,7 @@ import os
 import re
 from collections import Counter, defaultdict
 
+import four_bit
 import instances
 import kernel_cases
 import pytest
@@ -249,6 +250,11 @@ def test_rows_of_clusters(dtype):
 def test_stream_copy(per_thread):
     x = normal(3, 1012)
     assert torch.equal(torch.ops.liger_ext.stream_copy(x, per_thread), x)
+
+
+def test_dequantize_4bit():
+    for name, found, expected in four_bit.cases():
+        assert torch.equal(found, expected), name
 
 
 def test_a_bad_target_is_reported():

@@ -143,4 +143,10 @@ def stream_copy(launch, call) -> None:
     assert plan.grid * plan.block * launch.instance[0] >= launch.cols
 
 
-SHARED = {"SumColumns": sum_columns, "StreamCopyKernel": stream_copy}  # used by several ops
+def dequantize_4bit(launch, call) -> None:
+    row_tiles(launch, 4)
+    assert launch.plan.smem == 16 * 4  # the codes
+
+
+# Models of the kernels that several ops use, and of the ops without a record.
+SHARED = {"SumColumns": sum_columns, "StreamCopyKernel": stream_copy, "Dequantize4bitKernel": dequantize_4bit}

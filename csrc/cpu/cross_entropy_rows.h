@@ -20,16 +20,6 @@ template <class F> LIGER_INLINE void with_flag(bool flag, F&& f) {
   else f(std::false_type{});
 }
 
-// Returns x, and keeps gcc (12 or newer) from contracting the product that computed x and a later subtraction into a multiply-add. So
-// x' - shift is exactly 0 for the element whose x' is the shift. (clang contracts within one expression only, so it needs no barrier.)
-template <class V> LIGER_INLINE V rounded(V x) {
-#if __has_builtin(__builtin_assoc_barrier)
-  return __builtin_assoc_barrier(x);
-#else
-  return x;
-#endif
-}
-
 // Computes x' from x. chain() multiplies a gradient by the derivative of softcap. scaled: x' = softcap(scale * x) * over_temperature.
 template <class A, bool capped, bool scaled = false> struct Softcap {
   A cap, scale = 1, over_temperature = 1;
@@ -37,7 +27,7 @@ template <class A, bool capped, bool scaled = false> struct Softcap {
     if constexpr (scaled) x *= capped ? scale : scale * over_temperature;
     if constexpr (capped) x = math::softcap<Math<A>>(x, cap);
     if constexpr (capped && scaled) x *= over_temperature;
-    if constexpr (capped || scaled) x = rounded(x);
+    if constexpr (capped || scaled) x = rounded(x);  // so that x' - shift is exactly 0 for the element whose x' is the shift
     return x;
   }
   LIGER_INLINE A operator()(A x) const { return (*this)(splat<A>(x))[0]; }

@@ -58,6 +58,15 @@ template <class V> LIGER_INLINE V load_bytes(const void* from) {
   return v;
 }
 template <class A> LIGER_INLINE vec<A> splat(A value) { return vec<A>{} + value; }
+// Returns x, and keeps gcc (12 or newer) from contracting the product that computed x and a later sum or difference into a multiply-add.
+// (clang contracts within one expression only, so it needs no barrier.)
+template <class V> LIGER_INLINE V rounded(V x) {
+#if __has_builtin(__builtin_assoc_barrier)
+  return __builtin_assoc_barrier(x);
+#else
+  return x;
+#endif
+}
 
 // Convert 16 to 32 bits and back; the values must fit 16 bits. Compilers emit several instructions where the CPU has one.
 template <int N> LIGER_INLINE vector<uint32_t, N> widen(vector<uint16_t, N> v) {

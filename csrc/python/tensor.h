@@ -50,10 +50,10 @@ struct ScalarType {
   explicit ScalarType(const py::object& dtype) : name(py::str(dtype)) {}
   explicit ScalarType(const char* name) : name(name) {}
   friend bool operator==(const ScalarType&, const ScalarType&) = default;
-  static const ScalarType Long;
+  static const ScalarType Long, Byte;
   std::string name;
 };
-inline const ScalarType ScalarType::Long{"torch.int64"};
+inline const ScalarType ScalarType::Long{"torch.int64"}, ScalarType::Byte{"torch.uint8"};
 
 constexpr const char* kernel_type_names[] = {"torch.float32", "torch.bfloat16", "torch.float16", "torch.float64"};  // as in Dtype
 inline const std::string& dtype_name(const ScalarType& type) { return type.name; }

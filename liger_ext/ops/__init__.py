@@ -15,6 +15,7 @@ import types as _types
 from liger_ext.ops.check_errors import *
 from liger_ext.ops.count_rows import *
 from liger_ext.ops.cross_entropy import *
+from liger_ext.ops.dequantize_4bit import *
 from liger_ext.ops.fused_linear_cross_entropy import *
 from liger_ext.ops.glu import *
 from liger_ext.ops.group_norm import *

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import four_bit
 import test_linear_log_probs
 import torch
 from kernel_cases import DTYPES, Case, cases, with_gradients
@@ -103,6 +104,7 @@ def run_checks(device: Device, report: Report) -> None:
     """Runs the checks that do not compare a record's op with its reference."""
     checks = (
         check_stream_copy,
+        check_dequantize_4bit,
         check_bad_targets,
         check_saved_without_gaps,
         check_glu_backward_h,
@@ -120,6 +122,11 @@ def check_stream_copy(device: Device) -> None:
     x = device.place(torch.randn(2100))
     for per_thread in (1, 2, 4, 8):
         assert same_bits(torch.ops.liger_ext.stream_copy(x, per_thread), x), f"{per_thread} vectors a thread"
+
+
+def check_dequantize_4bit(device: Device) -> None:
+    for name, found, expected in four_bit.cases(device.place):
+        assert same_bits(found, expected), name
 
 
 def check_bad_targets(device: Device) -> None:

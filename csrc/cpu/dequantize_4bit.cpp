@@ -1,0 +1,42 @@
+// Decodes 4-bit weights on the CPU, block by block: a block's scale times the 16 codes, rounded to the output's dtype, is a table from which
+// the block's values are copied.
+#include "kernels/dequantize_4bit.h"
+
+#include <algorithm>
+
+#include "cpu/simd.h"
+
+namespace liger::cpu::LIGER_ISA {
+namespace {
+
+LIGER_INLINE float scale(const Dequantize4bit& a, int64_t block) {
+  if (a.absmax_code == nullptr) return static_cast<const float*>(a.absmax)[block];
+  const float code = a.absmax_code[static_cast<const uint8_t*>(a.absmax)[block]];
+  return rounded(code * a.absmax_scales[block >> a.absmax_shift()]) + *a.absmax_offset;
+}
+
+template <class T> [[gnu::flatten]] void decode_blocks(const Dequantize4bit& a, int64_t begin, int64_t end) {
+  const float* const codes = a.codes().values;
+  for (int64_t block = begin; block < end; ++block) {
+    T table[16];
+    const float factor = scale(a, block);
+    for (int i = 0; i < 16; i += lanes<float>) store<float>(table + i, Whole{}, load<float>(codes + i, Whole{}) * factor);
+    const int64_t first = block * a.blocksize, count = std::min(a.blocksize, a.numel - first);
+    const uint8_t* const packed = a.packed + first / 2;
+    T* const out = static_cast<T*>(a.out.data) + first;
+    for (int64_t i = 0; i < count / 2; ++i) {
+      out[2 * i] = table[packed[i] >> 4];
+      out[2 * i + 1] = table[packed[i] & 15];
+    }
+    if (count % 2) out[count - 1] = table[packed[count / 2] >> 4];
+  }
+}
+
+}  // namespace
+
+template <> void run(const Dequantize4bit& a, int64_t begin, int64_t end) {
+  if (a.out.dtype == Dtype::f64) return;  // refused by the op's check
+  dispatch(a.out.dtype, [&](auto t) { decode_blocks<decltype(t)>(a, begin, end); });
+}
+
+}  // namespace liger::cpu::LIGER_ISA

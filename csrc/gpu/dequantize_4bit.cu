@@ -1,0 +1,70 @@
+// Decodes 4-bit weights. Bound by memory: half a byte is read and one element written for each value, each once. A thread loads the packed
+// values and scales of K vectors of the output before it uses the first one. Blocks have 32 values or more, so a vector has one scale. The
+// codes are in shared memory: its 16 words are in different banks, so any lanes read any codes at once.
+#include "kernels/dequantize_4bit.h"
+
+#include "gpu/device.h"
+#include "gpu/tiles.h"
+#include "launch/dequantize_4bit.h"
+
+namespace liger::gpu {
+namespace {
+
+template <class T, int VEC> struct Dequantize4bitKernel {
+  struct Args {
+    Tiles tiles;
+    Dequantize4bit op;
+    Codes4bit codes;
+    int shift, absmax_shift;
+  };
+  static constexpr int K = launch::dequantize_4bit_k, max_threads = launch::dequantize_4bit_kernel.instance(VEC).max_threads;
+
+  LIGER_DEVICE static float scale(const Args& a, int64_t block) {
+    if (a.op.absmax_code == nullptr) return static_cast<const float*>(a.op.absmax)[block];
+    const float code = a.op.absmax_code[static_cast<const uint8_t*>(a.op.absmax)[block]];
+    return rounded_product(code, a.op.absmax_scales[block >> a.absmax_shift]) + *a.op.absmax_offset;
+  }
+  static LIGER_DEVICE void run(const Args& a) {
+    const Shared<float> codes = shared<float>(0);
+    if (thread_id() < 16) codes[thread_id()] = a.codes.values[thread_id()];
+    const Tile<VEC, K> tile(a.tiles);
+    const auto columns = tile.columns();
+    Vec<uint8_t, VEC == 1 ? 1 : VEC / 2> packed[K];
+    float scales[K];
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      if (!columns.has(k)) continue;
+      const int64_t at = columns.first + k * columns.step;
+      load(packed[k], a.op.packed + at / 2);
+      scales[k] = scale(a, at >> a.shift);
+    }
+    block_barrier();
+    Packed<T, VEC> out[K];
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      if (!columns.has(k)) continue;
+      const int odd = VEC == 1 ? int(columns.first + k * columns.step) & 1 : 0;
+      float values[VEC];
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) values[i] = rounded_product(codes[packed[k][i / 2] >> (4 - 4 * ((i | odd) & 1)) & 15], scales[k]);
+      out[k].set(values);
+    }
+    columns.template store<Hint::stream>(out, a.op.out.data);
+  }
+};
+
+}  // namespace
+
+void dequantize_4bit(const Dequantize4bit& a, Stream stream) {
+  const int wide = int(16 / dtype_bytes(a.out.dtype));
+  const bool aligned = a.numel % wide == 0 && reinterpret_cast<uintptr_t>(a.packed) % 4 == 0 && reinterpret_cast<uintptr_t>(a.out.data) % 16 == 0;
+  const launch::Launch config = launch::dequantize_4bit(device_profile(stream.device), a.numel, aligned ? wide : 1);
+  dispatch(a.out.dtype, [&](auto tag) {
+    using T = decltype(tag);
+    with_instance<launch::dequantize_4bit_kernel, fits<T>>(config, [&]<Instance I>() {
+      launch<Dequantize4bitKernel<T, I.vec>>(config, {Tiles(config), a, a.codes(), a.shift(), a.absmax_shift()}, stream);
+    });
+  });
+}
+
+}  // namespace liger::gpu

@@ -1,0 +1,10 @@
+#include "checks/dequantize_4bit.h"
+
+#include "python/ops.h"
+
+namespace liger::python {
+
+const OpBindings dequantize_4bit_bindings(
+    [](py::module_&, py::module_& checks) { checks.def("dequantize_4bit", check_dequantize_4bit); });
+
+}  // namespace liger::python
