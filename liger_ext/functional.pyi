@@ -11,6 +11,7 @@ from liger_ext.ops.check_errors import check_errors as check_errors
 from liger_ext.ops.count_rows import CountedRows as CountedRows
 from liger_ext.ops.count_rows import count_rows as count_rows
 from liger_ext.ops.cross_entropy import CrossEntropyOutput as CrossEntropyOutput
+from liger_ext.ops.dequantize_4bit import dequantize_4bit as dequantize_4bit
 from liger_ext.ops.glu import geglu as geglu
 from liger_ext.ops.glu import geglu_packed as geglu_packed
 from liger_ext.ops.glu import swiglu as swiglu
@@ -27,8 +28,8 @@ from liger_ext.ops.softmax import softmax as softmax
 
 __all__ = [
     "CountedRows", "CrossEntropyOutput", "LogProbsOutput", "add_rms_norm", "check_errors", "count_rows",
-    "cross_entropy", "fused_linear_cross_entropy", "geglu", "geglu_packed", "group_norm", "jsd", "layer_norm",
-    "linear_log_probs", "relu_squared", "rms_norm", "rope", "softmax", "swiglu", "swiglu_packed",
+    "cross_entropy", "dequantize_4bit", "fused_linear_cross_entropy", "geglu", "geglu_packed", "group_norm", "jsd",
+    "layer_norm", "linear_log_probs", "relu_squared", "rms_norm", "rope", "softmax", "swiglu", "swiglu_packed",
 ]
 
 @overload

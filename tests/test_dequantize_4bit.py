@@ -114,7 +114,7 @@ def test_errors_of_compressed_statistics():
     for name, wrong in (("absmax_code", 255), ("absmax_scales", 2), ("absmax_offset", 2)):
         with pytest.raises(ValueError, match=rf"{name} has shape \({wrong}\)"):
             call(**{**arguments, "quant_type": "nf4", name: torch.zeros(wrong)})
-    with pytest.raises(ValueError, match="absmax has dtype torch.float32, expected torch.uint8"):
+    with pytest.raises(ValueError, match=r"absmax has dtype torch\.float32, expected torch\.uint8"):
         call(**{**arguments, "absmax": torch.zeros(96)})
 
 

@@ -1,4 +1,4 @@
-"""Tests of liger_ext.records: every public op but linear_log_probs has a record, every file of records has the files
+"""Tests of liger_ext.records: every public op but two has a record, every file of records has the files
 named after it, a record agrees with the op's arguments, results and plans, and a record without one of its required
 parts raises an error."""
 

@@ -15,13 +15,12 @@ inline void check_4bit_vector(const Tensor& t, const char* name, const Size& siz
 }
 
 inline void check_dequantize_4bit(const Tensor& packed, const Tensor& absmax, const OptionalTensor& absmax_code,
-                                  const OptionalTensor& absmax_scales, const OptionalTensor& absmax_offset, const Size& numel,
-                                  int64_t code, int64_t blocksize, int64_t absmax_blocksize, const ScalarType& dtype) {
+                                  const OptionalTensor& absmax_scales, const OptionalTensor& absmax_offset, const Size& numel, int64_t code,
+                                  int64_t blocksize, int64_t absmax_blocksize, const ScalarType& dtype) {
   const char* op = "dequantize_4bit";
   const auto is_blocksize = [](int64_t n, int64_t least) { return n >= least && n <= 4096 && (n & (n - 1)) == 0; };
   require(is_blocksize(blocksize, 32), op, ": blocksize is ", blocksize, ", expected a power of two from 32 to 4096");
-  require(is_blocksize(absmax_blocksize, 1), op, ": absmax_blocksize is ", absmax_blocksize,
-          ", expected a power of two from 1 to 4096");
+  require(is_blocksize(absmax_blocksize, 1), op, ": absmax_blocksize is ", absmax_blocksize, ", expected a power of two from 1 to 4096");
   require(code == 0 || code == 1, op, ": code is ", code, ", expected 0 (nf4) or 1 (fp4)");
   const std::optional<Dtype> out = kernel_dtype(dtype);
   require(out && *out != Dtype::f64, op, ": dtype is ", dtype_name(dtype), ", expected float32, bfloat16 or float16");

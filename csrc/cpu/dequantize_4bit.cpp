@@ -1,5 +1,5 @@
-// Decodes 4-bit weights on the CPU, block by block: a block's scale times the 16 codes, rounded to the output's dtype, is a table from which
-// the block's values are copied.
+// Decodes 4-bit weights on the CPU, block by block: a block's scale times the 16 codes, rounded to the output's dtype, is a table from
+// which the block's values are copied.
 #include "kernels/dequantize_4bit.h"
 
 #include <algorithm>

@@ -57,7 +57,8 @@ template <class T, int VEC> struct Dequantize4bitKernel {
 
 void dequantize_4bit(const Dequantize4bit& a, Stream stream) {
   const int wide = int(16 / dtype_bytes(a.out.dtype));
-  const bool aligned = a.numel % wide == 0 && reinterpret_cast<uintptr_t>(a.packed) % 4 == 0 && reinterpret_cast<uintptr_t>(a.out.data) % 16 == 0;
+  const bool aligned =
+      a.numel % wide == 0 && reinterpret_cast<uintptr_t>(a.packed) % 4 == 0 && reinterpret_cast<uintptr_t>(a.out.data) % 16 == 0;
   const launch::Launch config = launch::dequantize_4bit(device_profile(stream.device), a.numel, aligned ? wide : 1);
   dispatch(a.out.dtype, [&](auto tag) {
     using T = decltype(tag);

@@ -21,8 +21,6 @@ Tensor dequantize_4bit_op(Tensor packed, Tensor absmax, OptionalTensor absmax_co
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(liger_ext, LIGER_DISPATCH_KEY, m) {
-  m.impl("dequantize_4bit", boxed<dequantize_4bit_op, check_dequantize_4bit>);
-}
+STABLE_TORCH_LIBRARY_IMPL(liger_ext, LIGER_DISPATCH_KEY, m) { m.impl("dequantize_4bit", boxed<dequantize_4bit_op, check_dequantize_4bit>); }
 
 }  // namespace liger::LIGER_BACKEND

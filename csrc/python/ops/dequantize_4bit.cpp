@@ -4,7 +4,6 @@
 
 namespace liger::python {
 
-const OpBindings dequantize_4bit_bindings(
-    [](py::module_&, py::module_& checks) { checks.def("dequantize_4bit", check_dequantize_4bit); });
+const OpBindings dequantize_4bit_bindings([](py::module_&, py::module_& checks) { checks.def("dequantize_4bit", check_dequantize_4bit); });
 
 }  // namespace liger::python
