@@ -13,7 +13,7 @@ from liger_ext.ops._register import register_without_derivative
 
 __all__ = ["dequantize_4bit"]
 
-_CODES = {"nf4": 0, "fp4": 1}
+CODES_4BIT = {"nf4": 0, "fp4": 1}
 
 
 def dequantize_4bit(
@@ -62,7 +62,7 @@ def dequantize_4bit(
         RuntimeError: a tensor that requires a gradient.
     """
     check_tensors("dequantize_4bit", packed=packed, absmax=absmax)
-    code = mode_code("dequantize_4bit", "quant_type", quant_type, _CODES)
+    code = mode_code("dequantize_4bit", "quant_type", quant_type, CODES_4BIT)
     if not packed.is_contiguous():
         raise ValueError(f"dequantize_4bit: packed has strides {packed.stride()}, expected a contiguous tensor")
     shape = torch.Size(shape)

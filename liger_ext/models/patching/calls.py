@@ -145,7 +145,7 @@ def _is_library_function(cls: type[nn.Module], name: str) -> bool:
     return find_foreign(function, owner.__module__, qualname, (library, *_DECORATING)) is None
 
 
-_LIBRARIES = "torch", "transformers", REMOTE.rstrip("."), "peft", "liger_ext"
+_LIBRARIES = "torch", "transformers", REMOTE.rstrip("."), "peft", "bitsandbytes", "liger_ext"
 _DECORATING = "kernels", "transformers"
 _forwards: dict[type[nn.Module], Callable] = {}  # of patches
 

@@ -35,9 +35,11 @@ from liger_ext.models.patching.calls import is_exported
 from liger_ext.models.patching.swap import is_plain_tensor
 from liger_ext.models.training.graph_ops import graph_op, without_autocast
 from liger_ext.models.training.linear import (
+    CONSTANTS,
     PARAMETERS,
     Parts,
     by_layer,
+    each_layer,
     flatten_parameters,
     fused_parts,
     linear,
@@ -69,8 +71,8 @@ def norm_linears(x: Tensor, norm: nn.Module, linears: list[Parts], memory: str) 
         linears: from `fused_linears`, for layers with hidden_size columns.
         memory: one of the levels above.
     """
-    scalings, parameters = flatten_parameters(x, linears)
-    return applied(_NormLinears.apply, norm.liger_arguments()[1], scalings, memory, x, norm.weight, *parameters)
+    *layers, parameters = flatten_parameters(x, linears)
+    return applied(_NormLinears.apply, norm.liger_arguments()[1], layers, memory, x, norm.weight, *parameters)
 
 
 def norm_mlp(
@@ -85,9 +87,9 @@ def norm_mlp(
         memory: one of the levels above.
         is_read: False, with "low": the result is only differentiated, never read, so its values are not computed.
     """
-    scalings, parameters = flatten_parameters(stream, mlp)
+    *layers, parameters = flatten_parameters(stream, mlp)
     eps = norm.liger_arguments()[1]
-    return applied(_NormMLP.apply, eps, scalings, memory, is_read, attention, stream, norm.weight, *parameters)
+    return applied(_NormMLP.apply, eps, layers, memory, is_read, attention, stream, norm.weight, *parameters)
 
 
 def adapted(layer: nn.Module, x: Tensor, training: bool) -> Tensor:
@@ -95,89 +97,89 @@ def adapted(layer: nn.Module, x: Tensor, training: bool) -> Tensor:
     linears = fused_linears(x, (layer,), training)
     if linears is None:
         return layer(x)
-    scalings, parameters = flatten_parameters(x, linears)
-    return applied(_Adapted.apply, scalings, x, *parameters)
+    *layers, parameters = flatten_parameters(x, linears)
+    return applied(_Adapted.apply, layers, x, *parameters)
 
 
-_PARAMETERS = "float[] scalings, Tensor?[] parameters"
-_CONSTANTS = "float eps, " + _PARAMETERS  # the last arguments of each op with a norm
+_LAYERS = "ScalarType dtype, float[] constants, Tensor?[] parameters"  # from flatten_parameters
+_NORM_LAYERS = "float eps, " + _LAYERS  # the last arguments of each op with a norm
 
 
 class _Adapted(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, scalings, x, *parameters):
+    def forward(ctx, layers, x, *parameters):
         ctx.save_for_backward(x, *_detached(parameters))
-        ctx.scalings = scalings
-        return _adapted(x, scalings, parameters)[0]
+        ctx.layers = layers
+        return _adapted(x, *layers, parameters)[0]
 
     @staticmethod
     def backward(ctx, dout):
         x, *parameters = ctx.saved_tensors
         needs = ctx.needs_input_grad[1:]
-        gradients = _adapted_backward(dout, x, needs, ctx.scalings, parameters)
+        gradients = _adapted_backward(dout, x, needs, *ctx.layers, parameters)
         return None, *(g if need else None for g, need in zip(gradients, needs, strict=True))
 
 
-@graph_op("Tensor x, " + _PARAMETERS)
-def _adapted(x, scalings, parameters):
-    return (linear(x.to(parameters[0].dtype), parameters, *scalings),)
+@graph_op("Tensor x, " + _LAYERS)
+def _adapted(x, dtype, constants, parameters):
+    return (linear(x.to(dtype), parameters, constants),)
 
 
-@graph_op("Tensor dout, Tensor x, bool[] needs, " + _PARAMETERS)
+@graph_op("Tensor dout, Tensor x, bool[] needs, " + _LAYERS)
 @without_autocast
-def _adapted_backward(dout, x, needs, scalings, parameters):
+def _adapted_backward(dout, x, needs, dtype, constants, parameters):
     need_x, *needs = needs
-    y = x.to(parameters[0].dtype)
-    dx, gradients = linears_backward([dout], _rows(y), parameters, scalings, needs, x if need_x else None)
+    y = x.to(dtype)
+    dx, gradients = linears_backward([dout], _rows(y), parameters, constants, needs, x if need_x else None)
     return dx, *gradients
 
 
 class _NormLinears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, eps, scalings, memory, x, norm_weight, *parameters):
-        y, rstd, *outs = _norm_linears(x, norm_weight, memory == "fast", eps, scalings, parameters)
+    def forward(ctx, eps, layers, memory, x, norm_weight, *parameters):
+        y, rstd, *outs = _norm_linears(x, norm_weight, memory == "fast", eps, *layers, parameters)
         ctx.set_materialize_grads(False)
         weights = _detached((norm_weight, *parameters))
         ctx.save_for_backward(x, rstd, y if memory == "fast" else None, *weights)
-        ctx.eps, ctx.scalings = eps, scalings
+        ctx.eps, ctx.layers = eps, layers
         return x, *outs
 
     @staticmethod
     def backward(ctx, *douts):
         x, rstd, y, norm_weight, *parameters = ctx.saved_tensors
         needs = ctx.needs_input_grad[3:]
-        constants = ctx.eps, ctx.scalings, parameters
-        gradients = _norm_linears_backward(douts, x, norm_weight, rstd, y, needs, *constants)
+        layers = *ctx.layers, parameters
+        gradients = _norm_linears_backward(douts, x, norm_weight, rstd, y, needs, ctx.eps, *layers)
         return None, None, None, *(g if need else None for g, need in zip(gradients, needs, strict=True))
 
 
-@graph_op("Tensor x, Tensor norm_weight, bool keeps_y, " + _CONSTANTS)
-def _norm_linears(x, norm_weight, keeps_y, eps, scalings, parameters):
-    y, rstd = _norm(x, norm_weight, eps, parameters[0].dtype)
-    outs = (linear(y, *layer) for layer in zip(by_layer(parameters), scalings, strict=True))
+@graph_op("Tensor x, Tensor norm_weight, bool keeps_y, " + _NORM_LAYERS)
+def _norm_linears(x, norm_weight, keeps_y, eps, dtype, constants, parameters):
+    y, rstd = _norm(x, norm_weight, eps, dtype)
+    outs = (linear(y, *layer) for layer in each_layer(parameters, constants))
     return y if keeps_y else None, rstd, *outs
 
 
-@graph_op("Tensor?[] douts, Tensor x, Tensor norm_weight, Tensor rstd, Tensor? y, bool[] needs, " + _CONSTANTS)
+@graph_op("Tensor?[] douts, Tensor x, Tensor norm_weight, Tensor rstd, Tensor? y, bool[] needs, " + _NORM_LAYERS)
 @without_autocast
-def _norm_linears_backward(douts, x, norm_weight, rstd, y, needs, eps, scalings, parameters):
+def _norm_linears_backward(douts, x, norm_weight, rstd, y, needs, eps, dtype, constants, parameters):
     dstream, *douts = douts
     need_x, need_norm, *needs = needs
     if y is None and any(map(reads_input, by_layer(needs))):
-        y, _ = _norm(x, norm_weight, eps, parameters[0].dtype)
+        y, _ = _norm(x, norm_weight, eps, dtype)
     like = x if need_x or need_norm else None
-    dy, gradients = linears_backward(douts, _rows(y), parameters, scalings, needs, like)
+    dy, gradients = linears_backward(douts, _rows(y), parameters, constants, needs, like)
     return *_norm_backward(dy, dstream, x, norm_weight, rstd, need_x, need_norm), *gradients
 
 
 class _NormMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, eps, scalings, memory, is_read, attention, stream, norm_weight, *parameters):
-        constants = eps, scalings, parameters
-        out, total, rstd, *saved = _norm_mlp(attention, stream, norm_weight, memory, is_read, *constants)
+    def forward(ctx, eps, layers, memory, is_read, attention, stream, norm_weight, *parameters):
+        arguments = eps, *layers, parameters
+        out, total, rstd, *saved = _norm_mlp(attention, stream, norm_weight, memory, is_read, *arguments)
         saved = [t if keep else None for t, keep in zip(saved, _SAVED[memory], strict=True)]
         ctx.save_for_backward(total, rstd, *saved, *_detached((norm_weight, *parameters)))
-        ctx.eps, ctx.scalings, ctx.dtypes = eps, scalings, (attention.dtype, stream.dtype)
+        ctx.eps, ctx.layers, ctx.dtypes = eps, layers, (attention.dtype, stream.dtype)
         return out
 
     @staticmethod
@@ -185,8 +187,8 @@ class _NormMLP(torch.autograd.Function):
         total, rstd, y, gate, up, h, norm_weight, *parameters = ctx.saved_tensors
         need_attention, need_stream, *needs = ctx.needs_input_grad[4:]
         needs = [need_attention or need_stream, *needs]
-        constants = ctx.eps, ctx.scalings, parameters
-        gradients = _norm_mlp_backward(dout, total, norm_weight, rstd, (y, gate, up, h), needs, *constants)
+        arguments = ctx.eps, *ctx.layers, parameters
+        gradients = _norm_mlp_backward(dout, total, norm_weight, rstd, (y, gate, up, h), needs, *arguments)
         dtotal, *others = (g if need else None for g, need in zip(gradients, needs, strict=True))
         dattention = dtotal.to(ctx.dtypes[0]) if need_attention else None
         dstream = dtotal.to(ctx.dtypes[1]) if need_stream else None
@@ -197,24 +199,24 @@ class _NormMLP(torch.autograd.Function):
 _SAVED = {"fast": (True, True, True, True), "auto": (False, True, True, False), "low": (False, False, False, False)}
 
 
-@graph_op("Tensor attention, Tensor stream, Tensor norm_weight, str memory, bool is_read, " + _CONSTANTS)
-def _norm_mlp(attention, stream, norm_weight, memory, is_read, eps, scalings, parameters):
+@graph_op("Tensor attention, Tensor stream, Tensor norm_weight, str memory, bool is_read, " + _NORM_LAYERS)
+def _norm_mlp(attention, stream, norm_weight, memory, is_read, eps, dtype, constants, parameters):
     y, total, rstd = _add_rms_norm(attention, stream, norm_weight, eps, *_NORM)
     if not is_read:
         return total.new_empty(()).expand(total.shape), total, rstd, None, None, None, None
-    y, keeps = y.to(parameters[0].dtype), _SAVED[memory]
+    y, keeps = y.to(dtype), _SAVED[memory]
     tiles = _tiles(total) if memory == "low" else []
     if not tiles:
-        out, *saved = _mlp(y, total, keeps, scalings, parameters)
+        out, *saved = _mlp(y, total, keeps, constants, parameters)
         return out, total, rstd, *saved
     out = torch.empty_like(total)
     for tile in tiles:
-        _rows(out)[tile], *saved = _mlp(_rows(y)[tile], _rows(total)[tile], keeps, scalings, parameters)
+        _rows(out)[tile], *saved = _mlp(_rows(y)[tile], _rows(total)[tile], keeps, constants, parameters)
     return out, total, rstd, *saved
 
 
-def _mlp(y, total, keeps, scalings, parameters):
-    *gate_and_up, down = zip(by_layer(parameters), scalings, strict=True)
+def _mlp(y, total, keeps, constants, parameters):
+    *gate_and_up, down = each_layer(parameters, constants)
     gate, up = (linear(y, *layer) for layer in gate_and_up)
     h = _glu(gate, up, *_SWIGLU)
     saved = [t if keep else None for t, keep in zip((y, gate, up, h), keeps, strict=True)]
@@ -224,20 +226,20 @@ def _mlp(y, total, keeps, scalings, parameters):
     return out + total, *saved
 
 
-@graph_op("Tensor dout, Tensor total, Tensor norm_weight, Tensor rstd, Tensor?[] saved, bool[] needs, " + _CONSTANTS)
+@graph_op("Tensor dout, Tensor total, Tensor norm_weight, Tensor rstd, Tensor?[] saved, bool[] needs, " + _NORM_LAYERS)
 @without_autocast
-def _norm_mlp_backward(dout, total, norm_weight, rstd, saved, needs, eps, scalings, parameters):
+def _norm_mlp_backward(dout, total, norm_weight, rstd, saved, needs, eps, dtype, constants, parameters):
     need_total, need_norm, *needs = needs
     need_dy = need_total or need_norm
-    constants = norm_weight, need_dy, needs, eps, scalings, parameters
+    arguments = norm_weight, need_dy, needs, eps, dtype, constants, parameters
     tiles = _tiles(total) if saved[1] is None else []
     if not tiles:
-        dy, gradients = _mlp_backward(dout, total, saved, *constants)
+        dy, gradients = _mlp_backward(dout, total, saved, *arguments)
     else:
         dy = torch.empty_like(total) if need_dy else None
         dout, sums = dout.contiguous(), None
         for tile in tiles:
-            tile_dy, gradients = _mlp_backward(_rows(dout)[tile], _rows(total)[tile], saved, *constants)
+            tile_dy, gradients = _mlp_backward(_rows(dout)[tile], _rows(total)[tile], saved, *arguments)
             if need_dy:
                 _rows(dy)[tile] = tile_dy
             sums = _added(sums, gradients)
@@ -245,15 +247,16 @@ def _norm_mlp_backward(dout, total, norm_weight, rstd, saved, needs, eps, scalin
     return *_norm_backward(dy, dout, total, norm_weight, rstd, need_total, need_norm), *gradients
 
 
-def _mlp_backward(dout, total, saved, norm_weight, need_dy, needs, eps, scalings, parameters):
+def _mlp_backward(dout, total, saved, norm_weight, need_dy, needs, eps, dtype, constants, parameters):
     y, gate, up, h = saved
     first, down = slice(0, 2 * PARAMETERS), slice(2 * PARAMETERS, None)
     layer_needs = by_layer(needs)
+    layer_constants = constants[: 2 * CONSTANTS], constants[2 * CONSTANTS :]
     if gate is None:
-        y, _ = _norm(total, norm_weight, eps, parameters[0].dtype)
-        gate, up = (linear(y, *layer) for layer in zip(by_layer(parameters[first]), scalings[:2], strict=True))
-    d = dout.to(parameters[down][0].dtype)
-    dh, _ = linears_backward([d], None, parameters[down], scalings[2:], (False,) * PARAMETERS, gate)
+        y, _ = _norm(total, norm_weight, eps, dtype)
+        gate, up = (linear(y, *layer) for layer in each_layer(parameters[first], layer_constants[0]))
+    d = dout.to(dtype)
+    dh, _ = linears_backward([d], None, parameters[down], layer_constants[1], (False,) * PARAMETERS, gate)
     needs_h = reads_input(layer_needs[2])
     if h is None and needs_h and dh.requires_grad:  # create_graph=True: dh must not be overwritten
         h = _glu(gate, up, *_SWIGLU)
@@ -263,12 +266,12 @@ def _mlp_backward(dout, total, saved, norm_weight, need_dy, needs, eps, scalings
     else:
         dgate, dup = _glu_backward(dh, gate, up, *_SWIGLU)
     del gate, up, dh  # before more is allocated
-    _, down_gradients = linears_backward([d], _rows(h), parameters[down], scalings[2:], needs[down], None)
+    _, down_gradients = linears_backward([d], _rows(h), parameters[down], layer_constants[1], needs[down], None)
     del h
     if y is None and any(map(reads_input, layer_needs[:2])):
-        y, _ = _norm(total, norm_weight, eps, parameters[0].dtype)
+        y, _ = _norm(total, norm_weight, eps, dtype)
     like = total if need_dy else None
-    dy, others = linears_backward((dgate, dup), _rows(y), parameters[first], scalings[:2], needs[first], like)
+    dy, others = linears_backward((dgate, dup), _rows(y), parameters[first], layer_constants[0], needs[first], like)
     return dy, [*others, *down_gradients]
 
 
