@@ -15,6 +15,7 @@ __all__ = ["GRPOOutput", "grpo_loss", "grpo_targets", "high_entropy_mask"]
 _CLIPPED = "grpo", "bnpo", "dr_grpo", "dapo", "luspo"
 _TYPES = (*_CLIPPED, "cispo", "sapo", "vespo")
 _MEAN_OVER_TOKENS = "bnpo", "dapo", "cispo", "vespo"  # the others: over sequences
+_VESPO = "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"
 _LARGEST_LOG, _LEAST_LOG = 20.0, math.log(1e-8)  # of VESPO's weights
 _FINITE = (
     80.0  # bound of a ratio's logarithm: exp(80) is finite in float32. With inf a clipped ratio's gradient would be NaN
@@ -115,7 +116,7 @@ def grpo_loss(
     """
     _check(locals())
     dtype = torch.promote_types(log_probs.dtype, torch.float32)
-    valid, mask = mask != 0, mask.to(dtype)
+    valid, mask = mask != 0, mask.detach().to(dtype)
     tokens = mask.sum()
     log_probs = torch.where(valid, log_probs.to(dtype), 0.0)
     advantages = _where_valid(valid, advantages.detach().to(dtype), 0.0)
@@ -282,7 +283,8 @@ def _check(options: dict) -> None:
             raise ValueError(f"{op}: {name} has shape {tuple(options[name].shape)}, expected one number")
     for name in not_negative:
         check_number(op, name, options[name], "a number, at least 0", lambda value: value >= 0)
-    check_number(op, "entropy_coef", options["entropy_coef"], "a number", lambda _: True)
+    for name in ("entropy_coef", *(_VESPO if kind == "vespo" else ())):
+        check_number(op, name, options[name], "a number", lambda _: True)
     positive = ["sapo_temperature_pos", "sapo_temperature_neg"] if kind == "sapo" else []
     positive += [name for name in ("delta", "max_completion_length") if options[name] is not None]
     check_positive(op, **{name: options[name] for name in positive})
