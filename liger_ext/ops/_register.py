@@ -162,7 +162,6 @@ def _register_autograd(
     arguments = overload._schema.arguments
     if differentiable is None:
         differentiable = sum("Tensor" in str(argument.type) for argument in arguments)
-    has_constants = differentiable < len(arguments)
     constants = [argument.name for argument in arguments[differentiable:]]
 
     def check_learned(args):
@@ -217,7 +216,7 @@ def _register_autograd(
         if forward_ad._current_level >= 0:
             _refuse_forward_mode(name, args)
         records = torch.is_grad_enabled() and any_requires_grad(*args)
-        if has_constants and records and any_requires_grad(*args[differentiable:]):
+        if constants and records and any_requires_grad(*args[differentiable:]):
             check_learned(args)
         if casts and (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
             with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):  # the public function has applied autocast's dtype
