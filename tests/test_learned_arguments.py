@@ -191,7 +191,7 @@ def called(cls, **arguments):
     return module(**{name: value for name, value in arguments.items() if name not in own})
 
 
-class OwnHead(nn.Linear):
+class CalledHead(nn.Linear):
     """A head that must be called for its logits, chunk by chunk."""
 
     def forward(self, x):
@@ -226,7 +226,7 @@ def public_callables():
     log_probs = dict.fromkeys(("num_items_in_batch", "return_log_probs", "return_entropy", "temperature"), False)
     yield "a patched model", loss, model_loss
     yield "logits of a patched model", loss, functools.partial(model_loss, skip_logits=False)
-    yield "chunks of a patched model", loss, functools.partial(model_loss, OwnHead, memory=SMALLEST)
+    yield "chunks of a patched model", loss, functools.partial(model_loss, CalledHead, memory=SMALLEST)
     yield "log-probs of a patched model", log_probs, functools.partial(model_loss, return_log_probs=True)
 
 
@@ -236,10 +236,6 @@ PUBLIC = {name: rest for name, *rest in public_callables()}
 def grouped_linear(x, weight, ends):
     """Computes ``_grouped_linear`` in float64, which torch's grouped_mm does not take."""
     return torch.cat([x[first:last] @ w.T for first, last, w in zip([0, *ends[:-1]], ends, weight, strict=True)])
-
-
-def class_of(name, argument):
-    return EXCEPTIONS.get((name, argument)) or CLASSES.get(argument)
 
 
 def results(result):
@@ -263,7 +259,7 @@ def test_a_tensor_that_requires_a_gradient(name, monkeypatch):
     monkeypatch.setattr(glu, "_grouped_linear", grouped_linear)
     needed, call = PUBLIC[name]
     values = next(values for pattern, values in CALLS.items() if re.search(pattern, name.lower()))
-    classes = {argument: class_of(name, argument) for argument in needed}
+    classes = {argument: EXCEPTIONS.get((name, argument), CLASSES.get(argument)) for argument in needed}
     assert None not in classes.values(), f"{name} has an argument that is not in the table: {classes}"
     # Tensors that an option may be, such as the temperatures, are only passed as the tested argument.
     chosen = {
