@@ -172,16 +172,20 @@ WITH = {
 }
 
 
-def parameters(*functions) -> dict[str, bool]:
-    """Returns the names of the arguments, and whether each is required."""
+def parameters(*functions) -> dict[str, inspect.Parameter]:
+    """Returns the arguments by name."""
     found = {}
     for function in functions:
         for p in inspect.signature(function).parameters.values():
             if p.name == "head_options":
-                found |= dict.fromkeys(HEAD_OPTIONS, False)
+                found |= options(*HEAD_OPTIONS)
             elif p.name not in ("self", "args", "kwargs"):
-                found[p.name] = p.default is p.empty
+                found[p.name] = p
     return found
+
+
+def options(*names) -> dict[str, inspect.Parameter]:
+    return {name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names}
 
 
 def called(cls, **arguments):
@@ -222,8 +226,8 @@ def public_callables():
                 yield name, parameters(found.__init__, found.forward), functools.partial(called, found)
             elif inspect.isclass(found) and hasattr(found, "apply") and name.startswith("Liger"):
                 yield name, parameters(found.apply), found.apply
-    loss = dict.fromkeys((*_LOSS_ARGUMENTS, *_LOSS_OPTIONS), False)
-    log_probs = dict.fromkeys(("num_items_in_batch", "return_log_probs", "return_entropy", "temperature"), False)
+    loss = options(*_LOSS_ARGUMENTS, *_LOSS_OPTIONS)
+    log_probs = options("num_items_in_batch", "return_log_probs", "return_entropy", "temperature")
     yield "a patched model", loss, model_loss
     yield "logits of a patched model", loss, functools.partial(model_loss, skip_logits=False)
     yield "chunks of a patched model", loss, functools.partial(model_loss, CalledHead, memory=SMALLEST)
@@ -264,11 +268,12 @@ def test_a_tensor_that_requires_a_gradient(name, monkeypatch):
     # Tensors that an option may be, such as the temperatures, are only passed as the tested argument.
     chosen = {
         n: values[n]
-        for n, required in needed.items()
-        if n in values and (required or classes[n] != RAISES or not isinstance(values[n], torch.Tensor))
+        for n, p in needed.items()
+        if n in values and (p.default is p.empty or classes[n] != RAISES or not isinstance(values[n], torch.Tensor))
     }
     for argument, kind in classes.items():
         if kind == NO_NUMBER:
+            assert "float" not in str(needed[argument].annotation), f"{name}: {argument} is a number"
             continue
         more = next((more for pattern, more in WITH.items() if re.match(pattern, argument)), {})
         more = {n: value for n, value in more.items() if n in needed}
