@@ -3,8 +3,8 @@ torch.compile.
 
 Each op takes float32, bfloat16 and float16 tensors (float64 on the CPU), and parameters may have another dtype than
 activations. It computes in float32 (float64 for float64 tensors), mostly with one rounding at the end. Options (eps,
-beta, softcap, ...) are numbers, not tensors: a tensor that requires a gradient raises TypeError, and torch.compile
-accepts no tensor for an option.
+beta, softcap, ...) are numbers, not tensors, and torch.compile accepts no tensor for most options. An option, a class
+weight or another argument without a gradient raises ValueError if it is a tensor that requires one.
 """
 
 from liger_ext import compat as _compat

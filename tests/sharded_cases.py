@@ -221,8 +221,9 @@ def arguments_that_are_wrong(world):
     made = {key: t.detach() for key, t in head(vocab=51).items()}
     op = partial(F.fused_linear_cross_entropy, **made)
     raises(TypeError, "process_group must be a ProcessGroup, not str", op, process_group="tp")
-    weighted = partial(world.run, **made, ce_weight=torch.ones(51, requires_grad=True))
-    raises(RuntimeError, "no gradient for ce_weight", weighted)
+    learned = {"ce_weight": torch.ones(51), "label_smoothing": torch.tensor(0.1), "lse_square_scale": torch.tensor(0.1)}
+    for name, t in learned.items():
+        raises(ValueError, f"{name} requires a gradient", world.run, **made, **{name: t.requires_grad_()})
     raises(ValueError, "memory is 'much'", world.run, **made, memory="much", sizes=[51] + [0] * (world.size - 1))
     raises(ValueError, "accum_dtype is", world.run, **made, accum_dtype=torch.float16)
     raises(ValueError, "label_smoothing is 2", world.run, **made, label_smoothing=2.0)

@@ -85,19 +85,26 @@ def test_normalizer_without_a_value(device):
         F.fused_linear_cross_entropy(**made, normalizer=torch.ones(1, device="meta"))
 
 
-def test_cos_and_sin_have_no_gradient(device):
-    made = BY_NAME["rope"].arguments(device, torch.float32)
-    made["cos"].requires_grad_()
-    with pytest.raises(RuntimeError, match="cos and sin"):
-        F.rope(**made)
-
-
-def test_class_weights_have_no_gradient(device):
-    weight = torch.ones(8, device=device, requires_grad=True)
-    with pytest.raises(RuntimeError, match="weight"):
-        F.cross_entropy(
-            normal(3, 8).to(device).requires_grad_(), torch.arange(3, device=device), weight=weight
-        ).backward()
+@pytest.mark.parametrize(
+    "name, constant",
+    [
+        ("rope", "cos"),
+        ("rope", "sin"),
+        ("jsd", "log_p"),
+        ("cross_entropy_options", "weight"),
+        ("fused_linear_cross_entropy_options", "ce_weight"),
+    ],
+)
+def test_constants_of_an_op_have_no_gradient(device, name, constant):
+    """Also if the dispatcher calls the op. tests/test_learned_arguments.py tests the public functions."""
+    example = BY_NAME[name]
+    with RecordCalls() as record:
+        example(moved(example.arguments(device, torch.float32), torch.Tensor.detach))
+    op, args = record.calls[0]
+    names = [argument.name for argument in op._schema.arguments]
+    args = [t.clone().requires_grad_() if n == constant else t for n, t in zip(names, args, strict=True)]
+    with pytest.raises(ValueError, match=f"{example.op}: {constant} requires a gradient"):
+        op(*args)
 
 
 def schema_options(example, arguments):

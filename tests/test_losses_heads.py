@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from liger_ext import compat, losses, verl
 from liger_ext import functional as F
 from liger_ext.losses import preference_heads
+from liger_ext.losses.preference import _DPO, CPO_TYPES
 
 
 def head(answers=4, tokens=7, hidden=16, vocab=50, device="cpu"):
@@ -162,13 +163,19 @@ def test_rows_are_counted_once(monkeypatch):
 
 
 def test_modules_of_no_answers():
+    """Also answers without tokens: their losses are constants."""
     x, weight, bias, _, target = head()
     none, nothing = x[:0], target[:0]
     for module in (
-        losses.LigerFusedLinearDPOLoss(use_ref_model=False, compute_nll_loss=True), losses.LigerFusedLinearORPOLoss(),
+        *(losses.LigerFusedLinearDPOLoss(loss_type=name, use_ref_model=False, label_smoothing=0.1) for name in _DPO),
+        *(losses.LigerFusedLinearCPOLoss(loss_type=name) for name in CPO_TYPES), losses.LigerFusedLinearORPOLoss(),
+        losses.LigerFusedLinearDPOLoss(use_ref_model=False, compute_nll_loss=True),
     ):  # fmt: skip
         loss, aux = module(weight, none, nothing, bias)
         assert loss == 0 and all(t.isfinite().all() for t in aux)
+        loss, aux = module(weight, x, torch.full_like(target, -100), bias)
+        assert all(t.isfinite().all() for t in (loss, *aux))
+        assert not torch.autograd.grad(loss, x)[0].any()
     labels = torch.zeros(0, dtype=torch.bool)
     assert losses.LigerFusedLinearKTOLoss()(none, weight, nothing, bias, labels)[0] == 0
     assert losses.LigerFusedLinearGRPOLoss(beta=0.0)(none, weight, nothing, nothing, torch.zeros(0))[0] == 0

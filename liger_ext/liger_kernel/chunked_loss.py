@@ -15,6 +15,7 @@ from liger_ext.losses import (  # noqa: F401
     LigerFusedLinearORPOLoss,
     LigerFusedLinearSimPOLoss,
 )
+from liger_ext.ops._checks import check_constants
 
 _Results = tuple[Tensor, tuple[Tensor, ...]]
 
@@ -174,6 +175,7 @@ class LigerFusedLinearGRPOFunction:
         num_items_in_batch: Tensor | float | None = None,
     ) -> _Results:
         """Calls :class:`liger_ext.losses.LigerFusedLinearGRPOLoss`."""
+        check_constants("liger_fused_linear_grpo", temperature=temperature)
         loss = losses.LigerFusedLinearGRPOLoss(
             beta, compiled, use_ref_model, chunk_size, epsilon_low, epsilon_high, loss_type, max_completion_length,
             importance_sampling_level, sapo_temperature_pos, sapo_temperature_neg, float(temperature), delta,

@@ -4,13 +4,13 @@ The functions (``dpo_loss``, ``grpo_loss``, ...) take log-probabilities and are 
 Liger-Kernel's names and arguments: they take hidden states and the head's weight.
 """
 
+from liger_ext.losses.kto_heads import LigerFusedLinearKTOLoss
 from liger_ext.losses.policy import GRPOOutput, grpo_loss, grpo_targets, high_entropy_mask
 from liger_ext.losses.policy_heads import LigerFusedLinearGRPOLoss
 from liger_ext.losses.preference import answer_log_probs, cpo_loss, dpo_loss, kto_loss, orpo_loss, simpo_loss
 from liger_ext.losses.preference_heads import (
     LigerFusedLinearCPOLoss,
     LigerFusedLinearDPOLoss,
-    LigerFusedLinearKTOLoss,
     LigerFusedLinearORPOLoss,
     LigerFusedLinearSimPOLoss,
 )

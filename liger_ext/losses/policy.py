@@ -14,6 +14,8 @@ __all__ = ["GRPOOutput", "grpo_loss", "grpo_targets", "high_entropy_mask"]
 
 _CLIPPED = "grpo", "bnpo", "dr_grpo", "dapo", "luspo"
 _TYPES = (*_CLIPPED, "cispo", "sapo", "vespo")
+_MEAN_OVER_TOKENS = "bnpo", "dapo", "cispo", "vespo"  # the others: over sequences
+_VESPO = "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"
 _LARGEST_LOG, _LEAST_LOG = 20.0, math.log(1e-8)  # of VESPO's weights
 _FINITE = (
     80.0  # bound of a ratio's logarithm: exp(80) is finite in float32. With inf a clipped ratio's gradient would be NaN
@@ -54,6 +56,7 @@ def grpo_loss(
     policy_mask: Tensor | None = None,
     entropy: Tensor | None = None,
     entropy_coef: float = 0.0,
+    entropy_normalizer: Tensor | float | None = None,
 ) -> GRPOOutput:
     """Computes the loss of group relative policy optimisation (Shao et al., arXiv:2402.03300) or of a variant.
 
@@ -71,10 +74,12 @@ def grpo_loss(
     ``q = ref_log_probs - log_probs`` (the estimator k3). The reduction over sequences of ``n`` tokens is:
 
     - grpo, sapo: the mean over sequences of ``sum over tokens / n``
-    - bnpo: ``sum over tokens / sum of n``
+    - bnpo, dapo, cispo, vespo: the mean over tokens, ``sum over tokens / sum of n``
     - dr_grpo: ``sum over tokens / (sequences * max_completion_length)``
-    - dapo, cispo, vespo: ``sum over tokens / normalizer``
     - luspo: the mean over sequences of the sum over tokens
+
+    ``normalizer`` replaces the number of tokens or sequences. With the numbers of a whole step, the losses of the
+    step's micro-batches, and their gradients, add up to those of the step.
 
     Args:
         log_probs: ``(sequences, tokens)``, of the policy.
@@ -91,22 +96,27 @@ def grpo_loss(
             sampler (vLLM's importance ratio). For vespo it is a factor of W.
         use_bias_correction_kl: multiply kl by r (DeepSeek-V3.2).
         max_completion_length: required for dr_grpo.
-        normalizer: for dapo, cispo and vespo, a number or a tensor of one element; None: the sum of mask, at least 1.
-            If several processes share a batch: the number of all tokens divided by the number of processes.
+        normalizer: the sum of mask (bnpo, dapo, cispo, vespo) or the number of sequences (other types) of all
+            micro-batches of a step, a number or a tensor of one element, at least 0. If several processes share the
+            step: of all processes, divided by the number of processes. Tensors are not checked. If no token of mask is
+            valid, the loss is 0, also with normalizer 0; otherwise normalizer 0 makes it infinite or NaN. None: the
+            count of this call, at least 1.
         policy_mask: broadcasts to the shape of mask: the tokens whose loss counts (:func:`high_entropy_mask`), as bool
             or as weights; kl counts for all tokens. None: all.
         entropy: ``(sequences, tokens)``, of the policy. The loss becomes ``loss - entropy_coef * mean(entropy)``, with
             the mean over the tokens of mask and policy_mask.
+        entropy_normalizer: replaces the sum of ``mask * policy_mask`` in this mean, as normalizer does in the loss.
+            None: normalizer, if that is the same sum (bnpo, dapo, cispo, vespo without policy_mask).
 
     Returns:
-        :class:`GRPOOutput`.
+        :class:`GRPOOutput`. ``kl`` and ``clip_ratio`` are means over the tokens of this call.
 
     Raises:
         ValueError: an unknown type or level; a tensor of the wrong shape; an option without the option it requires.
     """
     _check(locals())
     dtype = torch.promote_types(log_probs.dtype, torch.float32)
-    valid, mask = mask != 0, mask.to(dtype)
+    valid, mask = mask != 0, mask.detach().to(dtype)
     tokens = mask.sum()
     log_probs = torch.where(valid, log_probs.to(dtype), 0.0)
     advantages = _where_valid(valid, advantages.detach().to(dtype), 0.0)
@@ -152,17 +162,16 @@ def grpo_loss(
 
     loss = loss * mask
     if loss_type in ("grpo", "sapo"):
-        loss = (loss.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / max(1, mask.shape[0])
-    elif loss_type == "luspo":
-        loss = loss.sum() / max(1, mask.shape[0])
-    elif loss_type == "dr_grpo":
-        loss = loss.sum() / (max(1, mask.shape[0]) * max_completion_length)
-    else:
-        divisor = normalizer if normalizer is not None and loss_type != "bnpo" else tokens.clamp(min=1)
-        loss = loss.sum() / (divisor.reshape(()) if isinstance(divisor, Tensor) else divisor)
+        loss = loss.sum(-1) / mask.sum(-1).clamp(min=1)
+    over_tokens = loss_type in _MEAN_OVER_TOKENS
+    divisor = _divisor(normalizer, tokens if over_tokens else torch.full_like(tokens, mask.shape[0]), mask)
+    loss = loss.sum() / (divisor * max_completion_length if loss_type == "dr_grpo" else divisor)
     if entropy is not None and entropy_coef != 0:
         weights = mask if policy_mask is None else mask * policy_mask
-        loss = loss - entropy_coef * (torch.where(valid, entropy, 0.0) * weights).sum() / weights.sum().clamp(min=1)
+        if entropy_normalizer is None:
+            entropy_normalizer = normalizer  # the same sum, or None: see _check
+        bonus = (torch.where(valid, entropy, 0.0) * weights).sum()
+        loss = loss - entropy_coef * bonus / _divisor(entropy_normalizer, weights.sum(), weights)
     clipped = ((low & (advantages < 0)) | (high & (advantages > 0))) * mask
     return GRPOOutput(loss, kl, (clipped.sum() / tokens.clamp(min=1)).detach())
 
@@ -171,6 +180,18 @@ def _where_valid(valid: Tensor, t: Tensor, other: float) -> Tensor:
     """Returns t as ``(sequences, 1)`` or ``(sequences, tokens)``, with ``other`` where no token is valid."""
     t = t.unsqueeze(1) if t.dim() == 1 else t
     return torch.where(valid if t.shape[1] == valid.shape[1] else valid.any(1, keepdim=True), t, other)
+
+
+def _divisor(normalizer: Tensor | float | None, count: Tensor, weights: Tensor) -> Tensor:
+    """Returns the divisor of a sum over tokens with these weights. It is 1 if all are 0: 0 / 0 would be NaN, and so
+    would the gradient."""
+    if normalizer is None:
+        return count.clamp(min=1)
+    if isinstance(normalizer, Tensor):
+        total = normalizer.reshape(()).to(count.device, count.dtype)
+    else:
+        total = torch.full_like(count, normalizer)
+    return torch.where(weights.any(), total, 1.0)
 
 
 def _vespo_weight(log_ratio: Tensor, sampling_ratio: Tensor | None, k: Tensor, rate: Tensor) -> Tensor:
@@ -254,20 +275,29 @@ def _check(options: dict) -> None:
     _check_types(op, kind, options["importance_sampling_level"])
     if kind == "dr_grpo" and options["max_completion_length"] is None:
         raise ValueError("max_completion_length must be provided for loss_type 'dr_grpo', and is None")
-    for name in ("beta", "epsilon_low", "epsilon_high"):
+    not_negative = ["beta", "epsilon_low", "epsilon_high"]
+    for name in ("normalizer", "entropy_normalizer"):
+        if not isinstance(options[name], Tensor):
+            not_negative += [name] if options[name] is not None else []
+        elif options[name].numel() != 1:
+            raise ValueError(f"{op}: {name} has shape {tuple(options[name].shape)}, expected one number")
+    for name in not_negative:
         check_number(op, name, options[name], "a number, at least 0", lambda value: value >= 0)
-    check_number(op, "entropy_coef", options["entropy_coef"], "a number", lambda _: True)
+    for name in ("entropy_coef", *(_VESPO if kind == "vespo" else ())):
+        check_number(op, name, options[name], "a number", lambda _: True)
     positive = ["sapo_temperature_pos", "sapo_temperature_neg"] if kind == "sapo" else []
-    optional = ["delta", "max_completion_length"]
-    if not isinstance(options["normalizer"], Tensor):
-        optional.append("normalizer")
-    elif options["normalizer"].numel() != 1:
-        raise ValueError(f"{op}: normalizer has shape {tuple(options['normalizer'].shape)}, expected one number")
-    positive += [name for name in optional if options[name] is not None]
+    positive += [name for name in ("delta", "max_completion_length") if options[name] is not None]
     check_positive(op, **{name: options[name] for name in positive})
     for option, needed in (("beta", "ref_log_probs"), ("entropy_coef", "entropy")):
         if options[option] != 0 and options[needed] is None:
             raise ValueError(f"{op}: {option} is {options[option]!r} and {needed} is None: pass it, or {option}=0")
+    counted = "tokens" if kind in _MEAN_OVER_TOKENS else "sequences"
+    alone = options["normalizer"] is not None and options["entropy_normalizer"] is None
+    if options["entropy_coef"] != 0 and alone and (counted == "sequences" or options["policy_mask"] is not None):
+        raise ValueError(
+            f"{op}: entropy_normalizer is None, and normalizer counts {counted} (loss_type {kind!r}), but the "
+            "entropy's mean is over mask * policy_mask: pass the sum of mask * policy_mask over the step"
+        )
     if log_probs.dim() != 2:
         raise ValueError(f"{op}: log_probs has shape {tuple(log_probs.shape)}, expected (sequences, tokens)")
     check_shapes(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from liger_ext.functional import CountedRows
 from liger_ext.losses.policy import grpo_loss, grpo_targets
+from liger_ext.losses.preference import check_number
 from liger_ext.losses.preference_heads import HeadLoss
 
 __all__ = ["LigerFusedLinearGRPOLoss"]
@@ -106,8 +107,10 @@ class LigerFusedLinearGRPOLoss(HeadLoss):
             ref_per_token_logps, old_per_token_logps: ``(sequences, tokens)``.
             ref_input, ref_weight, ref_bias: the reference model's, used if ref_per_token_logps is None.
             vllm_is_ratio: ``sampling_ratio`` of grpo_loss.
-            num_items_in_batch: for dapo, cispo and vespo, the number of tokens of the batch in all processes. None: the
-                sum of attention_mask over all processes of the default group, if there is one, by a collective.
+            num_items_in_batch: for dapo, cispo and vespo, the number of tokens of the step in all processes, a number
+                or a tensor of one element: ``normalizer`` of grpo_loss is this number divided by the number of
+                processes. Other types ignore it. None: the sum of attention_mask over all processes of the default
+                group, if there is one, by a collective, at least 1.
             rows: ``count_rows(self.targets(...))``, called before the model ran. None: the rows are counted here, and
                 the host waits for the GPU.
 
@@ -144,16 +147,17 @@ class LigerFusedLinearGRPOLoss(HeadLoss):
         )  # fmt: skip
         return loss, (clip_ratio,) if kl is None else (kl, clip_ratio)
 
-    def _normalizer(self, mask: Tensor, num_items: Tensor | float | None) -> Tensor | None:
+    def _normalizer(self, mask: Tensor, num_items: Tensor | float | None) -> Tensor | float | None:
         if self.loss_type not in ("dapo", "cispo", "vespo"):
             return None
         processes = 1
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             processes = torch.distributed.get_world_size()
         if num_items is None:
-            items = mask.sum(dtype=torch.float32)
+            num_items = mask.sum(dtype=torch.float32)
             if processes > 1:
-                torch.distributed.all_reduce(items)
-        else:
-            items = torch.as_tensor(num_items, dtype=torch.float32, device=mask.device)
-        return items.clamp(min=1) / processes
+                torch.distributed.all_reduce(num_items)
+            num_items = num_items.clamp(min=1)
+        elif not isinstance(num_items, Tensor):
+            check_number(type(self).__name__, "num_items_in_batch", num_items, "a number, at least 0", lambda n: n >= 0)
+        return num_items / processes

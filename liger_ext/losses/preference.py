@@ -3,15 +3,17 @@ SimPO, ORPO, KTO.
 
 The log-probability of an answer is the sum over its tokens (``answer_log_probs``). A pair is a chosen and a rejected
 answer to the same prompt. Every loss function returns one loss for each pair (KTO: for each answer), so that a caller
-can weight them. The papers minimise the mean; those of CPO and ORPO add the negative log-likelihood of the chosen
-answer, which is no part of these functions. In all formulas, s is the sigmoid.
+can weight them, except in the types of :func:`dpo_loss` that sort. The papers minimise the mean; those of CPO and ORPO
+add the negative log-likelihood of the chosen answer, which is no part of these functions. In all formulas, s is the
+sigmoid.
 """
 
 from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -71,14 +73,22 @@ def dpo_loss(
     - sppo_hard (arXiv:2405.00675): ``(c / beta - 1 / (2 * beta))^2 + (r / beta + 1 / (2 * beta))^2``
     - apo_zero, apo_down (arXiv:2408.06266): ``1 - s(c) + s(r)``, ``s(c) + 1 - s(d)``
     - discopop (arXiv:2406.08414): ``-log s(d) * (1 - m) + exp(-d) * m``, ``m = s(d / discopop_tau)``
+    - ipo (arXiv:2310.12036), sigmoid_norm (TRL), of averages over tokens: ``(d / beta - 1 / (2 * beta))^2``,
+      ``-log s(d)``
+    - aot, aot_unpaired (arXiv:2406.05882): sigmoid with
+      ``d = beta * (sort(chosen - rejected) - sort(ref_chosen - ref_rejected))``, with ``d = sort(c) - sort(r)``
+
+    aot and aot_unpaired sort over the pairs of the call. Their losses belong to ranks and not to pairs: take the mean.
 
     Args:
-        chosen, rejected: ``(pairs,)``, log-probabilities of the answers (:func:`answer_log_probs`).
+        chosen, rejected: ``(pairs,)``, log-probabilities of the answers (:func:`answer_log_probs`). For ipo and
+            sigmoid_norm these and the reference's must be averages (``answer_log_probs(..., average=True)``).
         ref_chosen, ref_rejected: the reference model's log-probabilities of the same answers, which get no gradient.
             None: 0.
         beta: more than 0. A larger beta keeps the policy closer to the reference model.
         loss_type: one of these names.
         label_smoothing: the probability that a pair's labels are swapped, in [0, 0.5); more than 0 for exo_pair.
+            Formulas without ``e`` ignore it.
         discopop_tau: the range of d over which discopop changes from one of its two losses to the other, more than 0.
 
     Returns:
@@ -91,9 +101,26 @@ def dpo_loss(
     if (ref_chosen is None) != (ref_rejected is None):
         raise ValueError("dpo_loss: ref_chosen and ref_rejected go together, and one of them is None")
     check_shapes("dpo_loss", chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
-    if ref_chosen is not None:
-        chosen, rejected = chosen - ref_chosen.detach(), rejected - ref_rejected.detach()
-    return _DPO[loss_type](beta * chosen, beta * rejected, label_smoothing, discopop_tau, beta)
+    if ref_chosen is None:
+        ref_chosen, ref_rejected = torch.zeros_like(chosen), torch.zeros_like(rejected)
+    ref_chosen, ref_rejected = ref_chosen.detach(), ref_rejected.detach()
+    c, r = chosen - ref_chosen, rejected - ref_rejected
+    policy, reference = chosen - rejected, ref_chosen - ref_rejected
+    differences = (beta * t for t in (c, r, c - r, policy, reference))
+    return _DPO[loss_type](_Terms(*differences, beta, label_smoothing, discopop_tau))
+
+
+class _Terms(NamedTuple):
+    """The terms of the formulas of :func:`dpo_loss`."""
+
+    c: Tensor
+    r: Tensor
+    d: Tensor
+    policy: Tensor  # beta * (chosen - rejected)
+    reference: Tensor
+    beta: float
+    e: float
+    tau: float
 
 
 def _sigmoid(d: Tensor, e: float) -> Tensor:
@@ -101,40 +128,48 @@ def _sigmoid(d: Tensor, e: float) -> Tensor:
     return loss if e == 0 else (1 - e) * loss - e * F.logsigmoid(-d)
 
 
-def _exo_pair(c: Tensor, r: Tensor, e: float, *_: float) -> Tensor:
-    d = c - r
+def _exo_pair(t: _Terms) -> Tensor:
+    d, e = t.d, t.e
     return d.sigmoid() * (F.logsigmoid(d) - math.log1p(-e)) + (-d).sigmoid() * (F.logsigmoid(-d) - math.log(e))
 
 
-def _robust(c: Tensor, r: Tensor, e: float, *_: float) -> Tensor:
-    d = c - r
-    return (e * F.logsigmoid(-d) - (1 - e) * F.logsigmoid(d)) / (1 - 2 * e)
+def _robust(t: _Terms) -> Tensor:
+    return (t.e * F.logsigmoid(-t.d) - (1 - t.e) * F.logsigmoid(t.d)) / (1 - 2 * t.e)
 
 
-def _discopop(c: Tensor, r: Tensor, _: float, tau: float, __: float) -> Tensor:
+def _discopop(t: _Terms) -> Tensor:
     # exp(-d) * m is one exponential: exp(-d) by itself overflows where m underflows.
-    d = c - r
-    return -F.logsigmoid(d) * (-d / tau).sigmoid() + (F.logsigmoid(d / tau) - d).exp()
+    return -F.logsigmoid(t.d) * (-t.d / t.tau).sigmoid() + (F.logsigmoid(t.d / t.tau) - t.d).exp()
 
 
-_DPO: dict[str, Callable[..., Tensor]] = {
-    "sigmoid": lambda c, r, e, *_: _sigmoid(c - r, e),
-    "hinge": lambda c, r, *_: (1 - (c - r)).relu(),
+def _transport(x: Tensor, y: Tensor, e: float) -> Tensor:
+    # Sorting pairs the values of x and y by optimal transport.
+    return _sigmoid(x.sort(0).values - y.sort(0).values, e)
+
+
+_DPO: dict[str, Callable[[_Terms], Tensor]] = {
+    "sigmoid": lambda t: _sigmoid(t.d, t.e),
+    "hinge": lambda t: (1 - t.d).relu(),
+    "ipo": lambda t: ((t.d - 0.5) / t.beta).square(),
     "exo_pair": _exo_pair,
-    "nca_pair": lambda c, r, *_: -F.logsigmoid(c) - 0.5 * F.logsigmoid(-c) - 0.5 * F.logsigmoid(-r),
+    "nca_pair": lambda t: -F.logsigmoid(t.c) - 0.5 * F.logsigmoid(-t.c) - 0.5 * F.logsigmoid(-t.r),
     "robust": _robust,
-    "bco_pair": lambda c, r, *_: -F.logsigmoid(c) - F.logsigmoid(-r),
-    "sppo_hard": lambda c, r, e, tau, beta: ((c - 0.5) / beta).square() + ((r + 0.5) / beta).square(),
-    "apo_zero": lambda c, r, *_: (-c).sigmoid() + r.sigmoid(),
-    "apo_down": lambda c, r, *_: c.sigmoid() + (r - c).sigmoid(),
+    "bco_pair": lambda t: -F.logsigmoid(t.c) - F.logsigmoid(-t.r),
+    "sppo_hard": lambda t: ((t.c - 0.5) / t.beta).square() + ((t.r + 0.5) / t.beta).square(),
+    "aot": lambda t: _transport(t.policy, t.reference, t.e),
+    "aot_unpaired": lambda t: _transport(t.c, t.r, t.e),
+    "apo_zero": lambda t: (-t.c).sigmoid() + t.r.sigmoid(),
+    "apo_down": lambda t: t.c.sigmoid() + (-t.d).sigmoid(),
     "discopop": _discopop,
+    "sigmoid_norm": lambda t: -F.logsigmoid(t.d),
 }
+CPO_TYPES = "sigmoid", "hinge", "ipo"
+AVERAGE_TYPES = "ipo", "sigmoid_norm"  # their log-probabilities are averages over tokens
 
 
 def check_dpo_options(beta: float, loss_type: str, label_smoothing: float, discopop_tau: float) -> None:
     """Raises the ValueErrors of :func:`dpo_loss` for its options."""
-    if loss_type not in tuple(_DPO):
-        raise ValueError(f"Unsupported loss_type: {loss_type!r}, expected one of {', '.join(_DPO)}")
+    check_loss_type(loss_type, _DPO)
     check_positive("dpo_loss", beta=beta, discopop_tau=discopop_tau)
     if loss_type == "exo_pair" and label_smoothing == 0:
         raise ValueError("label_smoothing must be > 0 for loss_type='exo_pair', and is 0")
@@ -144,16 +179,25 @@ def check_dpo_options(beta: float, loss_type: str, label_smoothing: float, disco
         )
 
 
-def cpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:
+def check_loss_type(loss_type: str, types: Iterable[str]) -> None:
+    if loss_type not in (names := tuple(types)):
+        raise ValueError(f"Unsupported loss_type: {loss_type!r}, expected one of {', '.join(names)}")
+
+
+def cpo_loss(
+    chosen: Tensor, rejected: Tensor, *, beta: float = 0.1, label_smoothing: float = 0.0, loss_type: str = "sigmoid"
+) -> Tensor:
     """Computes the loss of contrastive preference optimisation (Xu et al., arXiv:2401.08417), without its term for the
     negative log-likelihood of the chosen answers.
 
-    ``-(1 - e) * log s(d) - e * log s(-d)``, ``d = beta * (chosen - rejected)``, ``e = label_smoothing``.
+    It is :func:`dpo_loss` without a reference; sigmoid is ``-(1 - e) * log s(d) - e * log s(-d)``,
+    ``d = beta * (chosen - rejected)``, ``e = label_smoothing``.
 
     Args:
-        chosen, rejected: ``(pairs,)``, log-probabilities of the answers (:func:`answer_log_probs`).
+        chosen, rejected: ``(pairs,)``, log-probabilities of the answers (:func:`answer_log_probs`); averages for ipo.
         beta: more than 0.
-        label_smoothing: the probability that a pair's labels are swapped, in [0, 0.5).
+        label_smoothing: the probability that a pair's labels are swapped, in [0, 0.5). hinge and ipo ignore it.
+        loss_type: sigmoid, hinge or ipo.
 
     Returns:
         ``(pairs,)``.
@@ -161,7 +205,9 @@ def cpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1, label_smoot
     Raises:
         ValueError: an option outside its range; shapes that differ.
     """
-    return _pair_loss("cpo_loss", chosen, rejected, beta, 0.0, label_smoothing)
+    check_loss_type(loss_type, CPO_TYPES)
+    _check_pairs("cpo_loss", chosen, rejected, beta, label_smoothing)
+    return dpo_loss(chosen, rejected, beta=beta, loss_type=loss_type, label_smoothing=label_smoothing)
 
 
 def simpo_loss(
@@ -172,17 +218,15 @@ def simpo_loss(
     It is :func:`cpo_loss` with ``d = beta * (chosen - rejected) - gamma``. The log-probabilities must be averages over
     tokens (``answer_log_probs(..., average=True)``).
     """
-    return _pair_loss("simpo_loss", chosen, rejected, beta, gamma, label_smoothing)
+    _check_pairs("simpo_loss", chosen, rejected, beta, label_smoothing)
+    check_number("simpo_loss", "gamma", gamma, "a number", lambda _: True)
+    return _sigmoid(beta * (chosen - rejected) - gamma, label_smoothing)
 
 
-def _pair_loss(
-    function: str, chosen: Tensor, rejected: Tensor, beta: float, gamma: float, label_smoothing: float
-) -> Tensor:
+def _check_pairs(function: str, chosen: Tensor, rejected: Tensor, beta: float, label_smoothing: float) -> None:
     check_positive(function, beta=beta)
-    check_number(function, "gamma", gamma, "a number", lambda _: True)
     check_number(function, "label_smoothing", label_smoothing, "a number in [0, 0.5)", lambda e: 0 <= e < 0.5)
     check_shapes(function, chosen=chosen, rejected=rejected)
-    return _sigmoid(beta * (chosen - rejected) - gamma, label_smoothing)
 
 
 def orpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1) -> Tensor:
@@ -221,20 +265,25 @@ def kto_loss(
     beta: float = 0.1,
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
+    loss_type: str = "kto",
 ) -> Tensor:
-    """Computes the loss of Kahneman-Tversky optimisation (Ethayarajh et al., arXiv:2402.01306).
+    """Computes the loss of Kahneman-Tversky optimisation (Ethayarajh et al., arXiv:2402.01306) or of a variant.
 
-    ``desirable_weight * (1 - s(beta * (r - kl)))`` for a desirable answer,
-    ``undesirable_weight * (1 - s(beta * (kl - r)))`` for another, with ``r = log_probs - ref_log_probs``.
+    With ``r = log_probs - ref_log_probs``, the loss is ``desirable_weight * (1 - s(beta * m))`` for a desirable answer,
+    and ``undesirable_weight * (1 - s(-beta * m))`` for another, where ``m`` is, by ``loss_type``:
+
+    - kto: ``r - kl``
+    - apo_zero_unpaired (arXiv:2408.06266): ``r``
 
     Args:
         log_probs: ``(answers,)``, log-probabilities of the answers (:func:`answer_log_probs`).
         desirable: ``(answers,)``, bool, or numbers other than 0 for desirable answers.
         ref_log_probs: the reference model's log-probabilities of the same answers, which get no gradient. None: 0.
         kl: the estimate of the policy's divergence from the reference model: a number, or one for each answer. It gets
-            no gradient.
+            no gradient. apo_zero_unpaired ignores it.
         beta: more than 0. A larger beta keeps the policy closer to the reference model.
         desirable_weight, undesirable_weight: the factors of the losses of desirable and of other answers, more than 0.
+        loss_type: one of these names.
 
     Returns:
         ``(answers,)``.
@@ -242,6 +291,7 @@ def kto_loss(
     Raises:
         ValueError: an option outside its range; shapes that differ.
     """
+    check_loss_type(loss_type, KTO_TYPES)
     check_positive("kto_loss", beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
     if not isinstance(kl, Tensor):
         check_number("kto_loss", "kl", kl, "a number, or a tensor of numbers", lambda _: True)
@@ -250,9 +300,15 @@ def kto_loss(
     reward = log_probs if ref_log_probs is None else log_probs - ref_log_probs.detach()
     if isinstance(kl, Tensor):
         kl = kl.detach() if kl is many else kl.detach().reshape(())
-    desirable = desirable.bool()
-    gain = torch.where(desirable, reward - kl, kl - reward)
+    desirable, margin = desirable.bool(), KTO_TYPES[loss_type](reward, kl)
+    gain = torch.where(desirable, margin, -margin)
     return torch.full_like(gain, undesirable_weight).masked_fill(desirable, desirable_weight) * (-beta * gain).sigmoid()
+
+
+KTO_TYPES: dict[str, Callable[[Tensor, Tensor | float], Tensor]] = {
+    "kto": lambda reward, kl: reward - kl,
+    "apo_zero_unpaired": lambda reward, kl: reward,
+}
 
 
 def check_number(function: str, name: str, value: object, expected: str, fits: Callable[[float], bool]) -> None:

@@ -1,4 +1,4 @@
-"""Preference losses as modules that take hidden states and a head's weight, with Liger-Kernel's names and arguments.
+"""Losses of pairs as modules that take hidden states and a head's weight, with Liger-Kernel's names and arguments.
 
 A module computes the log-probabilities by :func:`liger_ext.functional.linear_log_probs` and passes them to a function
 of ``preference.py``. The head's matmuls leave out positions whose target is ignored (prompts, padding). ``compiled``
@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from liger_ext.functional import CountedRows, count_rows, linear_log_probs
 from liger_ext.losses.preference import (
+    AVERAGE_TYPES,
+    CPO_TYPES,
     answer_log_probs,
     check_dpo_options,
+    check_loss_type,
     cpo_loss,
     dpo_loss,
-    kto_loss,
     log_odds_ratio,
     orpo_loss,
     simpo_loss,
@@ -28,7 +30,6 @@ from liger_ext.losses.preference import (
 __all__ = [
     "LigerFusedLinearCPOLoss",
     "LigerFusedLinearDPOLoss",
-    "LigerFusedLinearKTOLoss",
     "LigerFusedLinearORPOLoss",
     "LigerFusedLinearSimPOLoss",
 ]
@@ -162,7 +163,7 @@ class LigerFusedLinearDPOLoss(_PairedLoss):
         alpha: weight of nll.
         compute_nll_loss: whether to add nll.
         use_ref_model: whether forward takes a reference; otherwise the reference's log-probabilities are 0.
-        average_log_prob: average the tokens' log-probabilities instead of summing them.
+        average_log_prob: average the tokens' log-probabilities instead of summing them (ipo, sigmoid_norm: always).
         compiled, chunk_size: without effect.
         head_options: ``softcap``, ``logit_scale``, ``temperature``, ``memory``, ``logits_dtype``, as in
             linear_log_probs.
@@ -186,7 +187,7 @@ class LigerFusedLinearDPOLoss(_PairedLoss):
         check_dpo_options(beta, loss_type, label_smoothing, discopop_tau)
         super().__init__(ignore_index, **head_options)
         self.beta, self.alpha, self.compute_nll_loss = beta, alpha, compute_nll_loss
-        self.use_ref_model, self.average_log_prob = use_ref_model, average_log_prob
+        self.use_ref_model, self.average_log_prob = use_ref_model, average_log_prob or loss_type in AVERAGE_TYPES
         self.loss_type, self.label_smoothing, self.discopop_tau = loss_type, label_smoothing, discopop_tau
 
     def forward(
@@ -262,14 +263,17 @@ class LigerFusedLinearCPOLoss(_LossWithoutReference):
         compiled: bool = True,
         average_log_prob: bool = False,
         chunk_size: int = 1,
+        loss_type: str = "sigmoid",
         **head_options: Any,
     ) -> None:
+        check_loss_type(loss_type, CPO_TYPES)
         super().__init__(ignore_index, **head_options)
-        self.beta, self.alpha, self.label_smoothing = beta, alpha, label_smoothing
-        self.compute_nll_loss, self.average_log_prob = compute_nll_loss, average_log_prob
+        self.beta, self.alpha, self.label_smoothing, self.loss_type = beta, alpha, label_smoothing, loss_type
+        self.compute_nll_loss, self.average_log_prob = compute_nll_loss, average_log_prob or loss_type in AVERAGE_TYPES
 
     def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        return cpo_loss(chosen, rejected, beta=self.beta, label_smoothing=self.label_smoothing)
+        options = {"label_smoothing": self.label_smoothing, "loss_type": self.loss_type}
+        return cpo_loss(chosen, rejected, beta=self.beta, **options)
 
 
 class LigerFusedLinearSimPOLoss(_LossWithoutReference):
@@ -335,65 +339,3 @@ class LigerFusedLinearORPOLoss(_PairedLoss):
         odds = log_odds_ratio(*aux[:2])
         odds_results = nn.functional.logsigmoid(odds), odds
         return loss, (*aux, self.beta * aux[0], self.beta * aux[1], *map(mean_or_zero, odds_results))
-
-
-class LigerFusedLinearKTOLoss(AnswersLoss):
-    """The mean of :func:`kto_loss` over a batch's answers. Arguments as in :class:`LigerFusedLinearDPOLoss`."""
-
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        compiled: bool = True,
-        use_ref_model: bool = False,
-        average_log_prob: bool = False,
-        chunk_size: int = 1,
-        **head_options: Any,
-    ) -> None:
-        super().__init__(ignore_index, **head_options)
-        self.beta, self.use_ref_model, self.average_log_prob = beta, use_ref_model, average_log_prob
-
-    def forward(
-        self,
-        _input: Tensor,
-        lin_weight: Tensor,
-        target: Tensor,
-        bias: Tensor | None = None,
-        preference_labels: Tensor | None = None,
-        ref_input: Tensor | None = None,
-        ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None,
-        kl: Tensor | float | None = None,
-        rows: CountedRows | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Computes the loss.
-
-        Args:
-            _input, lin_weight, target, bias, ref_input, ref_weight, ref_bias, rows: as in
-                :class:`LigerFusedLinearDPOLoss`, with ``answers`` in place of ``2 * pairs``.
-            preference_labels: ``(answers,)``, bool, True for desirable answers.
-            kl: the divergence from the reference, a number or one for each answer; None: 0.
-
-        Returns:
-            The loss, and a tuple of sums without gradients: of the log-probabilities of the desirable and of the other
-            answers, of the logits of both (over positions and vocabulary), and of the rewards of both.
-        """
-        if preference_labels is None or preference_labels.shape != target.shape[:1]:
-            found = None if preference_labels is None else tuple(preference_labels.shape)
-            raise ValueError(
-                f"{type(self).__name__}: preference_labels has shape {found}, expected ({target.shape[0]},): one label "
-                "for each answer"
-            )
-        ref, rows = None, self.counted(target, rows)
-        if self.use_ref_model:
-            ref = self.reference(ref_input, ref_weight, target, ref_bias, rows)
-        answers = self.answers(_input, lin_weight, target, bias, rows)
-        loss = mean_or_zero(kto_loss(answers, preference_labels, ref, 0.0 if kl is None else kl, beta=self.beta))
-        rewards = self.beta * (answers.detach() if ref is None else answers.detach() - ref)
-        logits = logit_sums(_input, lin_weight, bias)
-        desirable = preference_labels.bool()
-        return loss, tuple(
-            torch.where(which, values, 0.0).sum()
-            for values in (answers.detach(), logits, rewards)
-            for which in (desirable, ~desirable)
-        )

@@ -51,6 +51,13 @@ def check_tensors(op: str, **arguments: object) -> None:
             raise TypeError(f"{op}: {name} must be a Tensor, not {type(value).__name__}")
 
 
+def check_constants(op: str, **arguments: object) -> None:
+    """Raises ValueError for a tensor that requires a gradient, which the op would not compute."""
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{op}: {name} requires a gradient, but {op} takes it as a constant: detach() it")
+
+
 def check_integer(op: str, expected: str = "an integer", /, **arguments: object) -> None:
     """Raises TypeError for an argument that is no integer. The dispatcher would accept True, a dtype or a tensor."""
     for name, value in arguments.items():

@@ -179,11 +179,6 @@ def _setup_context(ctx, inputs, output):
                 f"liger_ext::fused_linear_cross_entropy was called with need_d{name}=False, but {name} requires a "
                 f"gradient. Pass need_d{name}=True, or {name}.detach()"
             )
-    for index, name in ((4, "ce_weight"), (6, "temperature")):
-        if ctx.needs_input_grad[index]:
-            raise RuntimeError(
-                f"liger_ext::fused_linear_cross_entropy has no gradient for {name}: pass {name}.detach()"
-            )
     others = output[1:]
     entropy = output[ENTROPY] if args.return_entropy else None
     ctx.set_materialize_grads(False)
@@ -283,6 +278,7 @@ call_op = register(
     fake_backward=_fake_backward,
     setup_context=_setup_context,
     backward=_backward,
+    differentiable=4,  # x, weight, target, bias
     autocast=_autocast,
 )
 

@@ -15,6 +15,7 @@ from liger_ext import _C
 from liger_ext.ops._checks import (
     REDUCTIONS,
     accumulator,
+    check_constants,
     check_integer,
     check_tensors,
     class_targets,
@@ -68,6 +69,10 @@ def fused_loss(
     moments = return_entropy or return_mean_logits or return_log_sum_sq
     check_tensors(op, x=x, weight=weight, target=target)
     check_integer(op, ignore_index=ignore_index)
+    check_constants(
+        op, ce_weight=ce_weight, normalizer=normalizer, temperature=temperature, label_smoothing=label_smoothing,
+        lse_square_scale=lse_square_scale, softcap=softcap,
+    )  # fmt: skip
     if isinstance(softcap, bool) or not isinstance(softcap, (numbers.Real, torch.SymFloat, torch.SymInt, type(None))):
         raise TypeError(f"{op}: softcap is {softcap!r}, expected None or a number")
     for name, value in (("accum_dtype", accum_dtype), ("logits_dtype", logits_dtype)):
@@ -194,8 +199,6 @@ def _normalizer(op: str, value: Tensor | float, dtype: torch.dtype, device: torc
             raise ValueError(f"{op}: normalizer has shape {shape_text(value)}, expected one number")
         if value.is_meta and device.type != "meta":
             raise ValueError(f"{op}: normalizer is on meta and has no value, expected it on {device}, as x is")
-        if value.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{op}: normalizer requires a gradient, but the loss takes it as a constant: detach() it")
         return value.detach().reshape(1).to(device=device, dtype=dtype, non_blocking=device.type != "cpu")
     if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{op}: normalizer must be a number or a Tensor, not {type(value).__name__}")

@@ -9,7 +9,8 @@ For an op ``name`` and its ``name_backward``, both implemented in C++, it regist
   in each call;
 * an error for double backward: without it, autograd would silently treat the first derivative as a constant;
 * an error under ``torch.func`` transforms and in forward mode: without it, a jvp would silently be zero;
-* an error for options that require a gradient: the dispatcher would convert a tensor of one element to a number;
+* an error for arguments without a derivative that require a gradient; the dispatcher would convert an option that is a
+  tensor of one element to a number;
 * an autocast rule. Row ops fall through and keep the dtypes of their inputs. An op with matmuls passes ``autocast``;
 * if the GPU library is not loaded, a CUDA implementation that raises an error with the reason.
 """
@@ -22,6 +23,7 @@ import torch
 from torch.autograd import forward_ad
 
 from liger_ext import _C, _load
+from liger_ext.ops._checks import check_constants
 from liger_ext.ops._compile import register_later, register_with_inductor
 
 LIBRARY = torch.library.Library("liger_ext", "IMPL")
@@ -37,6 +39,7 @@ def register(
     fake_backward: Callable,
     setup_context: Callable,
     backward: Callable,
+    differentiable: int | None = None,
     autocast: Callable | None = None,
 ) -> Callable:
     """Registers for ``name`` and ``name_backward`` all that the file's docstring lists. Returns a function that calls
@@ -49,6 +52,9 @@ def register(
     dispatch below autograd begins: their hooks may run any code, such as the recomputation of
     ``torch.utils.checkpoint``, which records a graph.
 
+    ``differentiable``: the number of the first arguments, after which no argument has a derivative. None: all tensors,
+    which come first.
+
     ``autocast(device_type, *args)`` returns the forward's arguments under autocast. The op and the backward op then run
     with autocast off, so that no matmul inside is cast.
     """
@@ -60,7 +66,7 @@ def register(
                 rule = _without_autocast(op, key, device_type, autocast if op == name else None)
             LIBRARY.impl(op, rule, key.name)
     torch.library.register_autograd(f"liger_ext::{name}_backward", _refuse_double_backward(name), lib=LIBRARY)
-    return _register_autograd(name, setup_context, backward, casts=autocast is not None)
+    return _register_autograd(name, setup_context, backward, differentiable, casts=autocast is not None)
 
 
 def register_row_op(name: str, *, fake: Callable | None = None, keeps_output: bool = False) -> Callable:
@@ -146,13 +152,20 @@ def register_fake(op: str, fake: Callable) -> None:
     torch.library.register_fake(f"liger_ext::{op}", checked, lib=LIBRARY)
 
 
-def _register_autograd(name: str, setup_context: Callable, backward: Callable, casts: bool) -> Callable:
+def _register_autograd(
+    name: str, setup_context: Callable, backward: Callable, differentiable: int | None, casts: bool
+) -> Callable:
     overload = getattr(torch.ops.liger_ext, name).default
     op = overload._op  # the function that the overload calls, without the Python code around it
     below_autograd, any_requires_grad = torch._C._AutoDispatchBelowAutograd, torch._C._any_requires_grad
     check = getattr(_C.checks, name)
-    tensors = sum("Tensor" in str(argument.type) for argument in overload._schema.arguments)  # the first arguments
-    has_options = tensors < len(overload._schema.arguments)
+    arguments = overload._schema.arguments
+    if differentiable is None:
+        differentiable = sum("Tensor" in str(argument.type) for argument in arguments)
+    constants = [argument.name for argument in arguments[differentiable:]]
+
+    def check_learned(args):
+        check_constants(name, **dict(zip(constants, args[differentiable:], strict=False)))
 
     def run_forward(ctx, *args):
         with below_autograd():
@@ -190,6 +203,7 @@ def _register_autograd(name: str, setup_context: Callable, backward: Callable, c
         if forward_ad._current_level >= 0:
             _refuse_forward_mode(name, args)
         if torch.is_grad_enabled() and any_requires_grad(*args):
+            check_learned(args)
             return applied(Function.apply, *args)
         with below_autograd():
             return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args)
@@ -202,8 +216,8 @@ def _register_autograd(name: str, setup_context: Callable, backward: Callable, c
         if forward_ad._current_level >= 0:
             _refuse_forward_mode(name, args)
         records = torch.is_grad_enabled() and any_requires_grad(*args)
-        if has_options and records and any_requires_grad(*args[tensors:]):
-            _refuse_learned_option(overload._schema, args)
+        if constants and records and any_requires_grad(*args[differentiable:]):
+            check_learned(args)
         if casts and (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
             with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):  # the public function has applied autocast's dtype
                 return run(records, args)
@@ -249,15 +263,6 @@ def _refuse_double_backward(name: str) -> Callable:
 def _refuse_forward_mode(name: str, args: tuple) -> None:
     if any(isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in args):
         raise RuntimeError(f"liger_ext::{name} has no forward-mode derivative (jvp). Use backward mode: torch.autograd")
-
-
-def _refuse_learned_option(schema: torch.FunctionSchema, args: tuple) -> None:
-    for argument, value in zip(schema.arguments, args, strict=False):
-        if "Tensor" not in str(argument.type) and isinstance(value, torch.Tensor) and value.requires_grad:
-            raise TypeError(
-                f"{schema.name.removeprefix('liger_ext::')}: {argument.name} is a tensor that requires a gradient, "
-                "expected a number: options have no gradient"
-            )
 
 
 def _refuse_transforms(op: str) -> Callable:

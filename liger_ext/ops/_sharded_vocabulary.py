@@ -250,8 +250,6 @@ class _ShardedLoss(torch.autograd.Function):
 def sharded_loss(shard: Shard, args: LossArguments) -> tuple[Tensor, ...]:
     """Returns the op's first seven results, as ``fused_loss`` does. ``args``: the op's arguments; ``chunk_rows``, the
     number of rows of logits that may exist at a time, is the only part of the plan with an effect."""
-    if args.ce_weight is not None and args.ce_weight.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(f"{_OP} has no gradient for ce_weight: pass ce_weight.detach()")
     return _ShardedLoss.apply(shard, *args)
 
 

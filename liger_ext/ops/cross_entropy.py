@@ -241,8 +241,6 @@ def _fake_backward(dloss, logits, *_):
 
 
 def _setup_context(ctx, inputs, output):
-    if ctx.needs_input_grad[2]:
-        raise RuntimeError("liger_ext::cross_entropy has no gradient for the class weights: pass weight.detach()")
     logits, target, weight, *options = inputs
     _, *others = output
     ctx.set_materialize_grads(False)
@@ -258,5 +256,10 @@ def _backward(ctx, saved, dloss, *_):
 
 
 _cross_entropy = register(
-    "cross_entropy", fake=_fake, fake_backward=_fake_backward, setup_context=_setup_context, backward=_backward
+    "cross_entropy",
+    fake=_fake,
+    fake_backward=_fake_backward,
+    setup_context=_setup_context,
+    backward=_backward,
+    differentiable=1,
 )

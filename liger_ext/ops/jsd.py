@@ -47,8 +47,8 @@ def jsd(
         The loss, a scalar tensor, differentiable with respect to log_q.
 
     Raises:
-        ValueError: beta outside its range, or shapes, dtypes or devices that do not fit together.
-        RuntimeError: log_p requires a gradient.
+        ValueError: beta outside its range, shapes, dtypes or devices that do not fit together, or log_p requires a
+            gradient.
     """
     check_tensors("jsd", log_q=log_q, log_p=log_p)
     check_integer("jsd", ignore_index=ignore_index)
@@ -103,8 +103,6 @@ def _fake_backward(dloss, log_q, log_p, shift_labels, counts, beta, ignore_index
 
 
 def _setup_context(ctx, inputs, output):
-    if ctx.needs_input_grad[1]:
-        raise RuntimeError("liger_ext::jsd has no gradient for the teacher's log-probabilities: pass log_p.detach()")
     log_q, log_p, shift_labels, *options = inputs
     counts = output[1]
     ctx.set_materialize_grads(False)
@@ -118,4 +116,6 @@ def _backward(ctx, saved, dloss, _):
     return dlog_q, None, None, None, None
 
 
-_jsd = register("jsd", fake=_fake, fake_backward=_fake_backward, setup_context=_setup_context, backward=_backward)
+_jsd = register(
+    "jsd", fake=_fake, fake_backward=_fake_backward, setup_context=_setup_context, backward=_backward, differentiable=1
+)

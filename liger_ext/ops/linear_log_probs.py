@@ -71,8 +71,8 @@ def linear_log_probs(
         target: the shape of x without its last dimension, int64 or uint8: the tokens, each in ``[0, vocab_size)`` or
             ``ignore_index``.
         bias: ``(vocab_size,)`` or None.
-        temperature: a number from 1e-9 to 1e9, or a tensor of such numbers in the shape of target. A tensor is a
-            constant, and its values are not checked, since a check would wait for the device.
+        temperature: a number from 1e-9 to 1e9, or a tensor of such numbers in the shape of target. A tensor must not
+            require a gradient, and its values are not checked, since a check would wait for the device.
         softcap: bound of the logits (Gemma 2), a number from 1e-18 to 1e18, or None.
         logit_scale: a number from 1e-9 to 1e9 (Cohere).
         ignore_index: the results of rows with this target are 0 (``is_top1``: False), and so are their gradients.
@@ -107,7 +107,7 @@ def linear_log_probs(
                 f"{_OP}: temperature has shape {shape_text(temperature)}, expected a number or that of target, "
                 f"{shape_text(target)}"
             )
-        per_token = temperature.detach().reshape(-1).to(x.device)
+        per_token = temperature.reshape(-1).to(x.device)
     elif softcap is None:
         logit_scale = logit_scale / _factor("temperature", temperature)
     elif _factor("temperature", temperature) != 1:

@@ -58,8 +58,8 @@ def rope(
         head_dim is contiguous; otherwise they are contiguous. k' is None if k is None.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit together, or another ``unsqueeze_dim`` or ``layout``.
-        RuntimeError: cos or sin requires a gradient.
+        ValueError: shapes, dtypes or devices that do not fit together, another ``unsqueeze_dim`` or ``layout``, or cos
+            or sin that requires a gradient.
     """
     check_tensors("rope", q=q, k=q if k is None else k, cos=cos, sin=sin)
     check_integer("rope", unsqueeze_dim=unsqueeze_dim)
@@ -131,8 +131,6 @@ def _output_like(t):
 
 def _setup_context(ctx, inputs, output):
     _, k, cos, sin, *ctx.options = inputs
-    if ctx.needs_input_grad[2] or ctx.needs_input_grad[3]:
-        raise RuntimeError("liger_ext::rope has no gradient for cos and sin: pass cos.detach() and sin.detach()")
     ctx.has_k = k is not None
     if not ctx.has_k:
         ctx.mark_non_differentiable(output[1])
@@ -145,4 +143,6 @@ def _backward(ctx, saved, dq, dk):
     return dq if need_dq else None, dk if need_dk else None, None, None, None, None
 
 
-_rope = register("rope", fake=_fake, fake_backward=_fake, setup_context=_setup_context, backward=_backward)
+_rope = register(
+    "rope", fake=_fake, fake_backward=_fake, setup_context=_setup_context, backward=_backward, differentiable=2
+)

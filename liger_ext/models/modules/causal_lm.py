@@ -35,6 +35,7 @@ from liger_ext.models.patching.calls import exports_onnx
 from liger_ext.models.patching.forwards import source_text
 from liger_ext.models.patching.swap import Mixin
 from liger_ext.models.recognise.normal_form import HEAD_ARGUMENTS, MODEL_CALL, renamed
+from liger_ext.ops._checks import check_constants
 from liger_ext.ops._loss_plan import Level
 
 
@@ -136,6 +137,7 @@ class CausalLM(Mixin):
         if not has_labels or not (skip_logits or options or log_probs_options or labels is None):
             return super().forward(**arguments)
 
+        check_constants(type(self).__name__, **options)
         loss_arguments = {name: arguments.pop(name) for name in _LOSS_ARGUMENTS if name in arguments}
         logits_to_keep = arguments.pop("logits_to_keep", 0) if self.KEEPS else 0
         if skip_logits and isinstance(logits_to_keep, int) and logits_to_keep == 0:

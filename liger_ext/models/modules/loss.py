@@ -19,7 +19,7 @@ from liger_ext.models.patching.forwards import describe
 from liger_ext.models.patching.names import find_class_by_name, pickle_name
 from liger_ext.models.patching.swap import is_plain_tensor
 from liger_ext.models.patching.warn import warn
-from liger_ext.ops._checks import class_targets
+from liger_ext.ops._checks import check_constants, class_targets
 
 # Arguments of a model's forward for the loss: some change its value, some add results, some control the computation.
 VALUE_OPTIONS = ("label_smoothing", "lse_square_scale", "ce_weight", "use_token_scaling")
@@ -191,6 +191,7 @@ def fused_causal_lm_loss(
         if not is_plain_tensor(weight):
             logits = scaled(nn.functional.linear(hidden_states, weight, bias), logit_scale)
             return causal_lm_loss(logits, labels, shift_labels, num_items_in_batch, ignore_index, **options)
+        check_constants("fused_causal_lm_loss", num_items_in_batch=num_items_in_batch)
         return _output(
             function(
                 scaled(hidden_states.reshape(-1, hidden_states.shape[-1]), logit_scale),
