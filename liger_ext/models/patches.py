@@ -21,10 +21,10 @@ from liger_ext.models.modules.causal_lm import CausalLM, CausalLMInside
 from liger_ext.models.modules.decoder import Attention, DecoderLayer
 from liger_ext.models.modules.rope import known_rope
 from liger_ext.models.patching.calls import is_patch
-from liger_ext.models.patching.classes import inherits_forward, pickled_as
+from liger_ext.models.patching.classes import inherits_forward, pickled_as, stock_class
 from liger_ext.models.patching.forwards import source_text, with_arguments
 from liger_ext.models.patching.names import MODELS, REMOTE, pickle_name
-from liger_ext.models.patching.swap import find_replacements, replaces
+from liger_ext.models.patching.swap import find_functions, find_replacements, replaces
 from liger_ext.models.recognise.known import ENDS, Entry, look_up, ropes_in
 from liger_ext.models.recognise.reading import code_read
 
@@ -34,19 +34,15 @@ def find_patch(cls: type[nn.Module]) -> type[nn.Module] | None:
     llama_patch = find_llama_patch(cls)
     if llama_patch and any(find_replacements(llama_patch)):
         return llama_patch  # `swap_classes` refuses this patch and names the code that replaced transformers'
+    code = code_read(cls.forward, cls)
     if llama_patch is llama.LlamaModel:
-        return llama_patch if llama.knows_model(cls) else None
+        return llama_patch if code == _LLAMA_CODE[llama_patch] and llama.knows_model(cls) else None
     found = _recognised(cls)
     if found is None or found.kind is None:
         return None
-    attributes = tuple(found.attributes.items())
-    if (
-        llama_patch
-        and issubclass(llama_patch, found.kind)
-        and all(getattr(llama_patch, name) == v for name, v in attributes)
-    ):
+    if llama_patch and code == _LLAMA_CODE[llama_patch] and _computes(llama_patch, found):
         return llama_patch
-    return _build_patch(cls, found.kind, attributes)
+    return _build_patch(cls, found.kind, tuple(found.attributes.items()), tuple(found.functions.items()), code)
 
 
 @dataclasses.dataclass
@@ -56,6 +52,12 @@ class Recognised:
     kind: type | None  # the mixin; None: nothing in the class can be fused
     attributes: dict[str, object]  # class attributes of the patch
     functions: dict[str, Callable]  # replacements of global functions that the class's `forward` calls, by name
+
+
+def _computes(patch: type[nn.Module], found: Recognised) -> bool:
+    """Returns whether `patch`, which `liger_ext.models.llama` defines by hand, is what `_build_patch` would build."""
+    alike = all(getattr(patch, name) == value for name, value in found.attributes.items())
+    return patch.__bases__[0] is found.kind and alike and find_functions(patch) == found.functions
 
 
 def recognise(cls: type[nn.Module]) -> Recognised | None:
@@ -103,7 +105,13 @@ def _recognise_once(cls: type[nn.Module], code: tuple, loss_code: tuple) -> Reco
 
 
 @functools.cache
-def _build_patch(cls: type[nn.Module], kind: type, attributes: tuple[tuple[str, object], ...]) -> type[nn.Module]:
+def _build_patch(
+    cls: type[nn.Module],
+    kind: type,
+    attributes: tuple[tuple[str, object], ...],
+    functions: tuple[tuple[str, Callable], ...],
+    code: tuple,  # only a part of the cache's key: the mixin has inspected it
+) -> type[nn.Module]:
     if cls.__module__.startswith(REMOTE):  # `save_pretrained` copies the file of this module next to the weights
         namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     else:  # pickle finds the class through the `__getattr__` of that module
@@ -116,7 +124,7 @@ def _build_patch(cls: type[nn.Module], kind: type, attributes: tuple[tuple[str, 
     if cls.__module__.startswith(REMOTE):
         pickled_as(patch, _patch_or_class, cls)
     others = ((loss_utils, "fixed_cross_entropy"),) if issubclass(kind, CausalLM | CausalLMInside) else ()
-    return replaces(sys.modules[cls.__module__], *others, **_recognised(cls).functions)(patch)
+    return replaces(sys.modules[cls.__module__], *others, **dict(functions))(patch)
 
 
 def _patch_or_class(cls: type[nn.Module]) -> type[nn.Module]:
@@ -155,3 +163,11 @@ def find_llama_patch(cls: type) -> type[nn.Module] | None:
     code had replaced it before that module was imported."""
     patch = getattr(llama, cls.__name__, None)
     return patch if isinstance(patch, type) and cls in patch.__bases__ else None
+
+
+# The code that Llama's classes had when `liger_ext.models.llama` defined their patches.
+_LLAMA_CODE = {
+    patch: code_read(stock_class(patch).forward, stock_class(patch))
+    for patch in vars(llama).values()
+    if isinstance(patch, type) and patch.__module__ == llama.__name__
+}
