@@ -11,9 +11,13 @@ from liger_ext.models.patching.forwards import functions_read
 
 
 def put_class(patch: pytest.MonkeyPatch, cls: type[nn.Module], other: type[nn.Module]) -> None:
-    """Gives `cls` the `forward` of `other` and the methods that this calls, until `patch` is undone."""
+    """Gives `cls` the `forward` of `other`, the methods that this calls, and the attributes of the class `other`, until
+    `patch` is undone."""
     read = functions_read(other.forward, other)
     for name, found in inspect.getmembers_static(other):
+        if not name.startswith("_") and not callable(found) and not hasattr(cls, name):
+            patch.setattr(cls, name, found, raising=False)
+            continue
         function = inspect.unwrap(getattr(found, "fget", None) or getattr(found, "__func__", found))
         if function not in read:
             continue
@@ -33,7 +37,9 @@ def _put(patch: pytest.MonkeyPatch, here: types.FunctionType, there: types.Funct
 
 def _put_globals(patch: pytest.MonkeyPatch, names: dict[str, object], there: types.FunctionType) -> None:
     """Gives the names that the code of `there` reads the same meaning in the module with the globals `names`."""
-    for name in there.__code__.co_names:
+    for name in there.__code__.co_names:  # and names of attributes, such as __name__
+        if name.startswith("__"):
+            continue
         value, here = there.__globals__.get(name), names.get(name)
         value, here = (inspect.unwrap(each) if callable(each) else each for each in (value, here))
         if value is None or value is here or getattr(value, "__code__", 0) is getattr(here, "__code__", 1):
