@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.loss import loss_utils
 
 from liger_ext.models import llama
@@ -21,7 +22,7 @@ from liger_ext.models.modules.causal_lm import CausalLM, CausalLMInside
 from liger_ext.models.modules.decoder import Attention, DecoderLayer
 from liger_ext.models.modules.rope import known_rope
 from liger_ext.models.patching.calls import is_patch
-from liger_ext.models.patching.classes import inherits_forward, pickled_as, stock_class
+from liger_ext.models.patching.classes import defines_forward, passes_on, pickled_as, stock_class
 from liger_ext.models.patching.forwards import source_text, with_arguments
 from liger_ext.models.patching.names import MODELS, REMOTE, pickle_name
 from liger_ext.models.patching.swap import find_functions, find_replacements, replaces
@@ -142,20 +143,30 @@ def is_left_alone(cls: type[nn.Module]) -> bool:
     return found is not None and found.kind is None
 
 
+def logits_size(model: PreTrainedModel) -> str:
+    """Returns the end of the warning about an unknown head: the size of the logits with which it trains."""
+    vocab, dtype = getattr(model.get_output_embeddings(), "out_features", None), model.dtype
+    if vocab is None:
+        return ""
+    size, name = 1000 * vocab * dtype.itemsize / 2**20, str(dtype).removeprefix("torch.")
+    head = type(model).__name__
+    return f"; {head} trains with all logits, {size:,.0f} MiB for 1,000 tokens (vocabulary {vocab:,}, {name})"
+
+
 def stock_classes(modules: Iterable[nn.Module]) -> list[type[nn.Module]]:
     """Returns, for each class of `modules`, the nearest ancestor with its own `forward` that transformers or remote
     code defines."""
     found = {}
     for cls in dict.fromkeys(map(type, modules)):
         stock = [c for c in cls.__mro__ if c.__module__.startswith(MODELS) or is_remote(c) or find_llama_patch(c)]
-        found.update(dict.fromkeys([c for c in stock if "forward" in vars(c)][:1]))
+        found.update(dict.fromkeys([c for c in stock if "forward" in vars(c) and not passes_on(c.forward)][:1]))
     return list(found)
 
 
 def is_remote(cls: type) -> bool:
     """Returns whether remote code (`trust_remote_code=True`) defines `cls` and its `forward`."""
     written = cls.__module__.startswith(REMOTE) and issubclass(cls, nn.Module) and not is_patch(cls)
-    return written and not inherits_forward(cls, super(cls, cls))
+    return written and defines_forward(cls)
 
 
 def find_llama_patch(cls: type) -> type[nn.Module] | None:
