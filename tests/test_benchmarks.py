@@ -87,7 +87,7 @@ class RaisesInBackward(torch.autograd.Function):
 def test_a_peer_that_fails_does_not_end_the_run(name, broken, small, monkeypatch, tmp_path):
     for module, attribute in ((rows, "functions"), (flce, "providers")):
         every = getattr(module, attribute)
-        monkeypatch.setattr(module, attribute, lambda *given, f=every, **by: {**f(*given, **by), "broken": broken})
+        monkeypatch.setattr(module, attribute, lambda *args, f=every, **by: {**f(*args, **by), "broken": broken})
     settings = ["--ops", "softmax", "--providers", "liger_ext", "broken"]
     cli.main([name, "--device", "cpu", "--out", str(tmp_path), *settings])
     records = [json.loads(line) for line in (tmp_path / f"{name}_cpu_fp32.jsonl").read_text().splitlines()]
