@@ -30,7 +30,7 @@ from liger_ext.models.patching import classes
 from liger_ext.models.patching.forwards import functions_read
 from liger_ext.models.recognise import known, reading
 
-# Together these classes cover every digest of the tables for transformers 5.23.
+# Together these classes cover every digest of the tables for transformers 5.24.
 _NAMES = """
     afmoe.AfmoeDecoderLayer afmoe.AfmoeForCausalLM apertus.ApertusDecoderLayer bamba.BambaDecoderLayer
     bamba.BambaForCausalLM beam.BeamAttention beam.BeamExperts beam.BeamForCausalLM beam.BeamMLP beam.BeamRMSNorm
@@ -75,9 +75,12 @@ _NAMES = """
     qwen3_5_moe.Qwen3_5MoeVisionAttention qwen4_exp.Qwen4ExpTextRMSNorm recurrent_gemma.RecurrentGemmaForCausalLM
     sam3.Sam3ViTRoPEAttention sapiens2.Sapiens2Attention seed_oss.SeedOssMLP step3p7.Step3p7Experts step3p7.Step3p7MLP
     vaultgemma.VaultGemmaDecoderLayer video_llava.VideoLlavaForConditionalGeneration
-    vipllava.VipLlavaForConditionalGeneration
+    vipllava.VipLlavaForConditionalGeneration codegen.CodeGenForCausalLM deepseek_v3.DeepseekV3Attention dory.DoryMLP
+    inkling2.Inkling2UnweightedRMSNorm mistral_large4.MistralLarge4TextAttention
+    qwen2_5_omni.Qwen2_5OmniThinkerForConditionalGeneration qwen3_omni_moe.Qwen3OmniMoeThinkerForConditionalGeneration
+    qwen4_exp.Qwen4ExpTextAttention
 """
-CLASSES = [name for name in _NAMES.split() if TRANSFORMERS == (5, 23) or name.startswith("llama.")]
+CLASSES = [name for name in _NAMES.split() if TRANSFORMERS == (5, 24) or name.startswith("llama.")]
 STEP = 1 if os.environ.get("LIGER_EXT_MODELS") == "full" else 7
 # Mutations that need no detection, because a patch follows the class or ignores the text. A patch reads the defaults of
 # arguments and the name of a head's model; it ignores a function's name and names of unread variables. Our loss needs
@@ -85,7 +88,7 @@ STEP = 1 if os.environ.get("LIGER_EXT_MODELS") == "full" else 7
 # return_dict=False. The image methods of Llama 4 run unchanged, and the names that they read are numbers.
 SAME = re.compile(
     r"line 1: .*(None -> 0|False -> True|True -> False)$|line 1: 'def (\w+)\(.*, \2 -> |, _ -> \w+$"
-    r"|line \d+: '\w+ = self\.[\w.]+\(input_ids.*, (model|backbone|decoder) -> "
+    r"|line \d+: '\w+ = self\.[\w.]+\(input_ids.*, (model|backbone|decoder|transformer) -> "
     r"|return self\.vision_model\("
     r"|if not return_dict|vocab_size|logger\.warning_once"
     r"|self\.config\.(output_attentions|output_hidden_states|return_dict)"
