@@ -149,18 +149,18 @@ def run(settings: suite.Settings) -> Iterator[Result]:
         exact = Exact(x, w, t)
         result = Result(shape, settings.dtype, {}, {}, {}, {MATMUL: exact.matmul_errors()})
         for name, call in calls.items():
-            if settings.device == "cpu":
-                timed = time_cpu({"floor": floor, name: call}, seconds=2.0)
-                result.floors[name], result.times[name] = timed["floor"], timed[name]
-                result.errors[name] = exact.errors(functions[name])
-                continue
             try:
-                result.peak_mib[name] = peak_mib(call, settings.device)
+                if settings.device == "cpu":
+                    timed = time_cpu({"floor": floor, name: call}, seconds=2.0)
+                    result.floors[name], result.times[name] = timed["floor"], timed[name]
+                else:
+                    result.peak_mib[name] = peak_mib(call, settings.device)
+                    result.floors[name], result.times[name] = time_beside_floor(floor, call)
                 result.errors[name] = exact.errors(functions[name])
-                result.floors[name], result.times[name] = time_beside_floor(floor, call)
             except Exception as error:  # a peer that cannot run this shape must not end the run
                 result.times[name] = failure_text(error)
-                torch.cuda.synchronize()
+                if settings.device == "cuda":
+                    torch.cuda.synchronize()
         yield result
         del x, w, t, floor, calls, exact
 

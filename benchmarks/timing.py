@@ -29,20 +29,26 @@ def time_cpu(calls: dict[str, Callable[[], object]], seconds: float = 1.0, least
 
 
 def time_calls(calls: dict[str, Callable[[], object]], device: str) -> dict[str, Timing | str]:
-    """Times every provider's call, in turns; a provider that fails on a GPU has its error's text as its result."""
-    if device == "cpu":
-        return dict(time_cpu(calls))
-    graphs, out = {}, {}
+    """Times every provider's call, in turns; a provider that fails has its error's text as its result."""
+    ready, out = {}, {}
     for name, call in calls.items():
         try:
-            graphs[name] = capture_graph(call)
+            if device == "cpu":
+                call()
+                ready[name] = call
+            else:
+                ready[name] = capture_graph(call)
         except Exception as error:  # a peer that cannot run this shape must not end the run
             out[name] = failure_text(error)
-            torch.cuda.synchronize()
-    out |= time_graphs(graphs)
-    graphs.clear()
-    gc.collect()
-    torch.cuda.empty_cache()
+            if device == "cuda":
+                torch.cuda.synchronize()
+    if device == "cpu":
+        out |= time_cpu(ready)
+    else:
+        out |= time_graphs(ready)
+        ready.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
     return {name: out[name] for name in calls}
 
 

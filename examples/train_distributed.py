@@ -22,6 +22,7 @@ a fraction of those of one process alone (1 is the ideal):
 
 import argparse
 import contextlib
+import gc
 import os
 import shutil
 import time
@@ -229,18 +230,8 @@ class Clock:
             torch.cuda.synchronize()
 
 
-def main() -> None:
-    arguments = parse_arguments()
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if arguments.batch % world:
-        raise SystemExit(f"--batch {arguments.batch} cannot be divided equally among {world} processes")
-    try:
-        config, encode = config_and_tokenizer(arguments.model)
-        windows = torch.cat(batches(encode, WINDOWS, 1, arguments.seq, arguments.text))
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
-    device = start_processes()
-    first = dist.get_rank() == 0
+def train(config: PretrainedConfig, windows: torch.Tensor, arguments: argparse.Namespace, device: torch.device) -> None:
+    world, first = dist.get_world_size(), dist.get_rank() == 0
     model = build(config, arguments, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, fused=device.type == "cuda")
     done, found = 0, checkpoints(arguments.output) if arguments.save_every else []
@@ -283,7 +274,30 @@ def main() -> None:
                 save(model, optimizer, step, arguments.output, arguments.keep)
     if arguments.save_every:
         save_model(model, arguments.model, arguments.output)
+
+
+def end_processes(device: torch.device) -> None:
+    """Ends the process group, after all tensors of training were released. A thread of gloo that still holds a tensor
+    needs the interpreter to release it, and would abort the process if Python ended first."""
+    gc.collect()  # the model: its modules refer to one another
+    if device.type == "cpu":
+        dist.barrier()  # while this thread waits, gloo's threads release the tensors of earlier collectives
     dist.destroy_process_group()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if arguments.batch % world:
+        raise SystemExit(f"--batch {arguments.batch} cannot be divided equally among {world} processes")
+    try:
+        config, encode = config_and_tokenizer(arguments.model)
+        windows = torch.cat(batches(encode, WINDOWS, 1, arguments.seq, arguments.text))
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    device = start_processes()
+    train(config, windows, arguments, device)
+    end_processes(device)
 
 
 if __name__ == "__main__":

@@ -187,7 +187,7 @@ def describe_rates(rates: Rates | _C.Rates) -> str:
 
 def rates_source(profile: _C.DeviceProfile) -> str:
     """Returns the source of the rates that ``device_rates`` returns: "measured", or "from the data sheet of" a GPU."""
-    if profile.name in _rates:
+    if device_rates(profile).measured:
         return "measured"
     return f"from the data sheet of {_C.nearest_reference(profile).name}"
 

@@ -113,7 +113,7 @@ def main(module, folder, *names):
                     code = 1
                 sys.stdout.flush()
                 sys.stderr.flush()
-                os._exit(code)
+                os._exit(code)  # a thread of gloo that waits for the interpreter would abort its ordinary end
             children.append(child)
         failed = [os.waitpid(child, 0)[1] for child in children]
         if any(failed):

@@ -70,16 +70,33 @@ def test_a_suite(name, small, tmp_path, capsys):
     assert {p.name: p.read_bytes() for p in pictures} == {p.name: p.read_bytes() for p in again.glob("*.png")}
 
 
-def test_a_peer_that_fails_does_not_end_the_run(small, monkeypatch, tmp_path):
-    def broken(x, w, t):
-        raise RuntimeError("no such shape")
+def raises(*inputs):
+    raise RuntimeError("no such shape")
 
-    monkeypatch.setattr(memory, "providers", lambda: {"liger_ext": flce.providers()["liger_ext"], "broken": broken})
-    (record,) = memory.run(suite.Settings("cpu", "fp32"))
-    assert isinstance(record.peak_mib["liger_ext"], float)
-    assert record.peak_mib["broken"] == "RuntimeError: no such shape"
-    assert "fails" in memory.table([record], suite.Settings("cpu", "fp32")).rows[0]
-    assert memory.draw([record], suite.Settings("cpu", "fp32"), tmp_path)[0].exists()
+
+class RaisesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, *others):
+        return x.sum()
+
+    backward = staticmethod(raises)
+
+
+@pytest.mark.parametrize("name", ["rows", "flce", "memory"])
+@pytest.mark.parametrize("broken", [raises, RaisesInBackward.apply], ids=["forward", "backward"])
+def test_a_peer_that_fails_does_not_end_the_run(name, broken, small, monkeypatch, tmp_path):
+    for module, attribute in ((rows, "functions"), (flce, "providers")):
+        every = getattr(module, attribute)
+        monkeypatch.setattr(module, attribute, lambda *args, f=every, **by: {**f(*args, **by), "broken": broken})
+    settings = ["--ops", "softmax", "--providers", "liger_ext", "broken"]
+    cli.main([name, "--device", "cpu", "--out", str(tmp_path), *settings])
+    records = [json.loads(line) for line in (tmp_path / f"{name}_cpu_fp32.jsonl").read_text().splitlines()]
+    assert records and "fails" in (tmp_path / f"{name}_cpu_fp32.md").read_text() and [*tmp_path.glob("*.png")]
+    for record in records:
+        found = record["peak_mib" if name == "memory" else "times"]
+        runs = record.get("direction") == "forward" and broken is not raises
+        assert runs or found.pop("broken") == "RuntimeError: no such shape"
+        assert found and not any(isinstance(result, str) for result in found.values())
 
 
 LOG_PROBS = suite.Settings("cpu", "fp32", ops=("trained, entropy with gradient",))

@@ -7,15 +7,20 @@ import importlib
 import pytest
 import torch
 from cases import RecordCalls
-from family_models import INDEXED, LATENT, ROUTED, patch_named, patched
+from family_models import INDEXED, LATENT, ROUTED, assert_same, patch_named, patched, set_experts
 from llama_models import SIZES, TRANSFORMERS, assert_as_good, one_thread, randomised, step, tokens  # noqa: F401
+from mutations import find_class
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.mllama import modeling_mllama
 
 from liger_ext import apply_liger_kernel_to_instance, compat
 from liger_ext.models.modules import causal_lm, decoder
 
 pytestmark = pytest.mark.skipif(TRANSFORMERS < (5, 21), reason="older transformers have other code")
+newest = pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="older transformers have other code")
+if TRANSFORMERS == (5, 24):  # its Llama 4 with images reads a field that its language model's output lacks
+    MoeCausalLMOutputWithPast.image_outputs = None
 VISION = dict(
     hidden_size=32,
     intermediate_size=48,
@@ -39,6 +44,18 @@ AUDIO = dict(
     d_model=32,
     output_dim=64,
     downsample_hidden_size=8,
+    patch_sizes=(4, 2, 1, 1),
+    hidden_sizes=(16, 16, 16, 32),
+    depths=(1, 1, 1, 1),
+    out_hidden_size=64,
+)
+PROTEINS = dict(
+    aligner_num_add_layers=1,
+    aligner_attention_probs_dropout_prob=0.0,
+    resampler_depth=1,
+    resampler_dim_head=8,
+    resampler_heads=2,
+    resampler_num_latents=4,
 )
 ROPE = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 3, 3])
 TEXT = SIZES | dict(
@@ -58,6 +75,9 @@ TEXT = SIZES | dict(
     first_k_dense_replace=1,
     n_group=1,
     topk_group=1,
+    moe_hidden_size=64,
+    logits_scaling=0.3,
+    output_multiplier=0.5,
 )
 # Configurations of language models that are passed at construction, because other values are derived from them or they
 # cannot change later.
@@ -84,9 +104,9 @@ PASSED_CONFIGS["llama4"] = SIZES | dict(
 )
 PASSED_CONFIGS["mistral_large4"] = SIZES | LATENT | ROUTED | INDEXED | dict(final_logit_softcapping=5.0, head_dim=24)
 _NAMES = """
-    ernie4_5_vl_moe gemma3 gemma4 glm4v glm4v_moe hunyuan_vl idefics3 internvl llama4 llava llava_next mistral3
-    mistral_large4 mllama paligemma qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_5 qwen3_omni_moe_thinker qwen3_vl
-    qwen3_vl_moe smolvlm
+    ernie4_5_vl_moe evolla fuyu gemma3 gemma4 glm4v glm4v_moe hunyuan_vl hyperclovax_vision_v2 idefics3 internvl llama4
+    llava llava_next mistral3 mistral_large4 mllama muse_glimmer muse_spark paligemma qwen2_5_omni_thinker qwen2_5_vl
+    qwen2_vl qwen3_5 qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe smolvlm video_llava vipllava
 """
 MODELS = [name for name in _NAMES.split() if name in CONFIG_MAPPING]
 
@@ -105,21 +125,28 @@ def build(model_type, device="cpu"):
     config = AutoConfig.for_model(
         model_type, **({"text_config": PASSED_CONFIGS[model_type]} if model_type in PASSED_CONFIGS else {})
     )
-    of_each_type = "full_attention" in (config.text_config.rope_parameters or {})  # not overwritten
+    text = config.get_text_config()
+    keeps_rope = {"full_attention", "partial_rotary_factor"} & {*(text.rope_parameters or {})}
     if model_type not in PASSED_CONFIGS:
-        fill(config.text_config, {k: v for k, v in TEXT.items() if k != "rope_parameters" or not of_each_type})
-    if config.text_config.pad_token_id is None:
-        config.text_config.pad_token_id = 0
-    if hasattr(config.text_config, "cross_attention_layers"):
-        config.text_config.cross_attention_layers = []
-    fill(config.vision_config, VISION)
+        fill(text, {k: v for k, v in TEXT.items() if k != "rope_parameters" or not keeps_rope})
+    if text.pad_token_id is None:
+        text.pad_token_id = 0
+    if hasattr(text, "cross_attention_layers"):
+        text.cross_attention_layers = []
+    fill(config, PROTEINS | dict(projector_hidden_size=64, out_hidden_size=64))
+    towers = {"vision_config": VISION, "audio_config": AUDIO, "protein_encoder_config": VISION}
+    for name, sizes in towers.items():
+        if hasattr(config, name):
+            fill(getattr(config, name), sizes)
     if hasattr(config, "audio_config"):
-        fill(config.audio_config, AUDIO)
         config.vision_start_token_id = 1
     torch.manual_seed(0)
-    model = randomised(AutoModelForImageTextToText.from_config(config)).to(device).train()
-    if "_moe" in model_type or model_type == "mistral_large4":
-        model.set_experts_implementation("eager")  # the other implementations reject float64
+    if model_type == "evolla":  # which no class of transformers' auto classes builds
+        model = find_class("evolla.EvollaForProteinText2Text")(config)
+    else:
+        model = AutoModelForImageTextToText.from_config(config)
+    model = randomised(model).to(device).train()
+    set_experts(model, "eager")  # the other implementations reject float64
     return model
 
 
@@ -174,6 +201,62 @@ def test_a_tower_as_stock(device, model_type, dtype):
     (ours, found), (_, stock), (_, reference) = map(run, towers)
     assert ours.count("rope") == ours.count("rope_backward") == len(model.model.visual.blocks)
     assert_as_good(found, stock, reference)
+
+
+OTHERS = {  # {model type: an argument by its former name, which transformers' forward renames}
+    "fuyu": "image_patches",
+    "video_llava": "pixel_values_images",
+}
+
+
+@newest
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_an_argument_by_its_former_name(device, model_type):
+    """transformers' forward runs: it alone renames the argument."""
+    model = build(model_type, device)
+    image = torch.randn(1, 1, 30 * 30 * 3) if model_type == "fuyu" else torch.randn(1, 3, 16, 16)
+    ids = tokens(1, 12, device=device) % 900 + 3
+    ids[0, 2 : 3 if model_type == "fuyu" else 6] = model.config.image_token_id = 999
+    for part in (model.model, model.model.language_model):
+        part.config.image_token_id = 999
+    batch = dict(input_ids=ids, labels=ids.clone())
+    ours, expected = patched(model), step(model, batch | {OTHERS[model_type]: image.to(device)})
+    found = step(ours, batch | {OTHERS[model_type]: image.to(device)})
+    assert "logits" in found and "logits" not in step(ours, batch | dict(pixel_values=image.to(device)))
+    assert_same(found, expected)
+    with pytest.raises(ValueError, match=f"may rename {OTHERS[model_type]}"):
+        ours(**batch, **{OTHERS[model_type]: image}, return_log_probs=True)
+
+
+@newest
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+def test_moshis_text_model(device, train):
+    config = AutoConfig.for_model("moshi", **SIZES, head_dim=16, ffn_dim=96, audio_vocab_size=100)
+    torch.manual_seed(0)
+    model = randomised(find_class("moshi.MoshiForCausalLM")(config)).to(device).train(train)
+    ours, ids = patched(model), tokens(2, 9, device=device)
+    batch = dict(input_ids=ids, labels=ids.clone())
+    found = step(ours, batch)
+    assert isinstance(ours, causal_lm.MoshiCausalLM) and ("logits" in found) is not train
+    assert_as_good(found, step(model, batch), step(copy.deepcopy(model).double(), batch))
+    # The whole Moshi calls its text model with embeddings.
+    embedded = dict(inputs_embeds=model.model.embed_tokens(ids).detach(), labels=ids)
+    for call in (batch, embedded):
+        output, stock = ours(**call), model(**call)
+        torch.testing.assert_close(output.last_hidden_state, stock.last_hidden_state)
+        torch.testing.assert_close(output.loss, stock.loss)
+    torch.testing.assert_close(output.logits, stock.logits)
+
+
+@pytest.mark.parametrize(
+    "model_type, option",
+    [("hyperclovax_vision_v2", "MULTIPLIED_BY"), ("muse_glimmer", "MULTIPLIED_BY"), ("muse_spark", "SOFTCAP")],
+)
+def test_a_wrong_entry_of_a_head_would_be_found(monkeypatch, model_type, option):
+    head = type(build(model_type))
+    monkeypatch.setattr(patch_named(f"{model_type}.{head.__name__}"), option, None)
+    with pytest.raises(AssertionError):
+        test_text_as_stock(torch.device("cpu"), model_type, True)
 
 
 def test_options_of_the_loss(device):
@@ -241,7 +324,7 @@ def test_an_image(device):
     torch.testing.assert_close(ours(**batch).image_hidden_states, model(**batch).image_hidden_states)
 
 
-@pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="older transformers have other code")
+@newest
 @pytest.mark.parametrize("model_type, sounds", [("qwen2_5_omni_thinker", 4), ("qwen3_omni_moe_thinker", 2)])
 def test_a_thinker_sees_and_hears(device, model_type, sounds):
     """A thinker accepts and ignores `logits_to_keep`, as in transformers."""

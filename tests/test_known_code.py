@@ -26,10 +26,11 @@ import liger_ext
 from liger_ext.models import llama, patches
 from liger_ext.models.modules import mlp
 from liger_ext.models.modules.decoder import Attention
+from liger_ext.models.patching import classes
 from liger_ext.models.patching.forwards import functions_read
 from liger_ext.models.recognise import known, reading
 
-# Together these classes cover every digest of the tables for transformers 5.23.
+# Together these classes cover every digest of the tables for transformers 5.24.
 _NAMES = """
     afmoe.AfmoeDecoderLayer afmoe.AfmoeForCausalLM apertus.ApertusDecoderLayer bamba.BambaDecoderLayer
     bamba.BambaForCausalLM beam.BeamAttention beam.BeamExperts beam.BeamForCausalLM beam.BeamMLP beam.BeamRMSNorm
@@ -38,8 +39,9 @@ _NAMES = """
     deepseek_v4.DeepseekV4HCACompressor deepseek_v4.DeepseekV4MLP dots3_note.Dots3NoteAudioAttention
     dots3_note.Dots3NoteAudioLayer edgetam_video.EdgeTamVideoRoPESelfAttention ernie4_5.Ernie4_5Attention
     ernie4_5_vl_moe.Ernie4_5_VLMoeForConditionalGeneration ernie4_5_vl_moe.Ernie4_5_VLMoeTextAttention
-    falcon_h1.FalconH1DecoderLayer falcon_h1.FalconH1ForCausalLM
-    falcon_h1.FalconH1MLP falcon_h1.FalconH1RMSNormGated gemma3n.Gemma3nForCausalLM gemma3n.Gemma3nTextMLP
+    evolla.EvollaForProteinText2Text falcon_h1.FalconH1DecoderLayer falcon_h1.FalconH1ForCausalLM
+    falcon_h1.FalconH1MLP falcon_h1.FalconH1RMSNormGated fuyu.FuyuForCausalLM gemma3n.Gemma3nForCausalLM
+    gemma3n.Gemma3nTextMLP
     gemma4.Gemma4ForCausalLM gemma4.Gemma4ForConditionalGeneration gemma4.Gemma4RMSNorm gemma4.Gemma4TextAttention
     gemma4.Gemma4TextDecoderLayer gemma4.Gemma4VisionEncoderLayer gemma4_unified.Gemma4UnifiedTextDecoderLayer
     glm.GlmAttention glm4v.Glm4VisionMlp glm4v.Glm4vTextAttention glm4v.Glm4vTextDecoderLayer glm4v.Glm4vTextMLP
@@ -50,7 +52,8 @@ _NAMES = """
     granitemoe_swa.GraniteMoeSWADecoderLayer granitemoe_swa.GraniteMoeSWAForCausalLM granitemoe_swa.GraniteMoeSWAMLP
     granitemoehybrid.GraniteMoeHybridDecoderLayer gte.GteMLP helium.HeliumAttention
     hunyuan_vl.HunYuanVLDenseV1Attention hy_v3.HYV3ForCausalLM hy_v4.HYV4ForCausalLM
-    hyperclovax.HyperCLOVAXDecoderLayer hyperclovax.HyperCLOVAXForCausalLM idefics.IdeficsMLP inkling.InklingMLP
+    hyperclovax.HyperCLOVAXDecoderLayer hyperclovax.HyperCLOVAXForCausalLM
+    hyperclovax_vision_v2.HyperCLOVAXVisionV2ForConditionalGeneration idefics.IdeficsMLP inkling.InklingMLP
     inkling2.Inkling2VisionAttention jamba.JambaAttentionDecoderLayer jamba.JambaMambaDecoderLayer
     jetmoe.JetMoeDecoderLayer jetmoe.JetMoeForCausalLM kimi_linear.KimiLinearDecoderLayer lfm2.Lfm2DecoderLayer
     lfm3.Lfm3DecoderLayer lfm3.Lfm3MLP llama.LlamaAttention llama.LlamaDecoderLayer llama.LlamaForCausalLM
@@ -59,7 +62,8 @@ _NAMES = """
     llama4.Llama4TextRMSNorm mamba.MambaForCausalLM minicpm3.MiniCPM3DecoderLayer minicpm3.MiniCPM3ForCausalLM
     minimax_m3_vl.MiniMaxM3VLDenseMLP minimax_m3_vl.MiniMaxM3VLExperts minimax_m3_vl.MiniMaxM3VLVisionAttention
     mistral_large4.MistralLarge4ForConditionalGeneration mistral_large4.MistralLarge4TextDecoderLayer
-    modernbert.ModernBertAttention modernbert.ModernBertMLP moshi.MoshiRMSNorm muse_spark.MuseSparkTextCenteredRMSNorm
+    modernbert.ModernBertAttention modernbert.ModernBertMLP moshi.MoshiForCausalLM moshi.MoshiRMSNorm
+    muse_glimmer.MuseGlimmerForConditionalGeneration muse_spark.MuseSparkTextCenteredRMSNorm
     muse_spark.MuseSparkTextInputScaledRMSNorm emu3.Emu3DecoderLayer
     nanochat.NanoChatAttention nemotron.NemotronLayerNorm1P nemotron_h.NemotronHForCausalLM nemotron_h.NemotronHMLP
     nemotron_h.NemotronHRMSNorm nemotron_h.NemotronHRMSNormGated olmo.OlmoLayerNorm
@@ -70,9 +74,13 @@ _NAMES = """
     qwen3_5_moe.Qwen3_5MoeForConditionalGeneration qwen3_5_moe.Qwen3_5MoeRMSNorm qwen3_5_moe.Qwen3_5MoeRMSNormGated
     qwen3_5_moe.Qwen3_5MoeVisionAttention qwen4_exp.Qwen4ExpTextRMSNorm recurrent_gemma.RecurrentGemmaForCausalLM
     sam3.Sam3ViTRoPEAttention sapiens2.Sapiens2Attention seed_oss.SeedOssMLP step3p7.Step3p7Experts step3p7.Step3p7MLP
-    vaultgemma.VaultGemmaDecoderLayer
+    vaultgemma.VaultGemmaDecoderLayer video_llava.VideoLlavaForConditionalGeneration
+    vipllava.VipLlavaForConditionalGeneration codegen.CodeGenForCausalLM deepseek_v3.DeepseekV3Attention dory.DoryMLP
+    inkling2.Inkling2UnweightedRMSNorm mistral_large4.MistralLarge4TextAttention
+    qwen2_5_omni.Qwen2_5OmniThinkerForConditionalGeneration qwen3_omni_moe.Qwen3OmniMoeThinkerForConditionalGeneration
+    qwen4_exp.Qwen4ExpTextAttention
 """
-CLASSES = [name for name in _NAMES.split() if TRANSFORMERS == (5, 23) or name.startswith("llama.")]
+CLASSES = [name for name in _NAMES.split() if TRANSFORMERS == (5, 24) or name.startswith("llama.")]
 STEP = 1 if os.environ.get("LIGER_EXT_MODELS") == "full" else 7
 # Mutations that need no detection, because a patch follows the class or ignores the text. A patch reads the defaults of
 # arguments and the name of a head's model; it ignores a function's name and names of unread variables. Our loss needs
@@ -80,7 +88,7 @@ STEP = 1 if os.environ.get("LIGER_EXT_MODELS") == "full" else 7
 # return_dict=False. The image methods of Llama 4 run unchanged, and the names that they read are numbers.
 SAME = re.compile(
     r"line 1: .*(None -> 0|False -> True|True -> False)$|line 1: 'def (\w+)\(.*, \2 -> |, _ -> \w+$"
-    r"|line \d+: '\w+ = self\.[\w.]+\(input_ids.*, (model|backbone|decoder) -> "
+    r"|line \d+: '\w+ = self\.[\w.]+\(input_ids.*, (model|backbone|decoder|transformer) -> "
     r"|return self\.vision_model\("
     r"|if not return_dict|vocab_size|logger\.warning_once"
     r"|self\.config\.(output_attentions|output_hidden_states|return_dict)"
@@ -284,6 +292,25 @@ def test_edits_after_the_first_patch(monkeypatch, edit):
     with pytest.warns(UserWarning, match="does not know this code"):
         ours = patched(stock)
     torch.testing.assert_close(ours(**make_batch("cpu")).loss, expected)
+
+
+@pytest.mark.usefixtures("clear_recognition")
+def test_an_unknown_head_names_the_size_of_its_logits(monkeypatch):
+    model = build(vocab_size=128256, dtype=torch.bfloat16)
+    monkeypatch.setattr(known, "knows_loss", lambda: False)
+    with pytest.warns(UserWarning, match=re.escape("LlamaForCausalLM trains with all logits, 245 MiB for 1,000 tokens "
+                                                   "(vocabulary 128,256, bfloat16)")):  # fmt: skip
+        patched(model)
+
+
+class Passing(modeling_llama.LlamaMLP):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+def test_a_forward_that_passes_on_its_arguments():
+    tried, found = undetected([Passing.forward], lambda: classes.passes_on(Passing.forward), 1)
+    assert tried > 5 and not found
 
 
 REPLACED_LOSS = """

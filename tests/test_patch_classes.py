@@ -3,6 +3,7 @@ a user's classes, and classes that PyTorch builds (test_patch_wrappers.py tests 
 
 import copy
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from liger_ext import apply_liger_kernel_to_llama
-from liger_ext.models import llama
+from liger_ext.models import llama, patches
 from liger_ext.models.modules import head
 from liger_ext.models.patching import classes
 
@@ -76,6 +77,20 @@ def test_a_users_class_on_top_of_a_patch_stays_and_keeps_it(name):
     module.__class__ = stock
     assert module_classes(model) == module_classes(others)
     assert_same_step(model, expected)
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "head"])
+def test_a_users_class_that_passes_on_its_arguments(name):
+    """The patch lies on top of the user's class, and its code runs."""
+    model = build(tie_word_embeddings=False).train()
+    module = MODULES[name](model)
+    expected, stock = step(copy.deepcopy(model), make_batch("cpu")), type(module)
+    mine = put_on_top(module)
+    with warnings.catch_warnings(), apply_liger_kernel_to_llama(model=model):
+        warnings.simplefilter("error")
+        assert isinstance(module, mine) and isinstance(module, patches.find_patch(stock))
+        assert_same_step(model, expected)
+    assert type(module) is mine
 
 
 def test_a_class_that_was_reset_by_hand():

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import psutil
@@ -197,6 +198,23 @@ def test_a_checkpoint_takes_no_time_of_training(script, monkeypatch):
     assert clock.lap() == 5
     now[0] += 1
     assert clock.lap() == 1
+
+
+def test_the_processes_end_after_the_model(script, monkeypatch, tmp_path):
+    """All tensors are released, then the processes wait for one another, and then the group ends."""
+    models, ends, build_model = [], [], script.build
+
+    def build_and_watch(*arguments):
+        model = build_model(*arguments)
+        models.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(script, "build", build_and_watch)
+    for name in ("barrier", "destroy_process_group"):
+        end = getattr(script.dist, name)
+        monkeypatch.setattr(script.dist, name, lambda n=name, f=end: ends.append((n, models[-1]() is None)) or f())
+    run_here(script, "random:tiny", "--steps", 1, "--batch", 1, "--seq", 32, "--save-every", 0)
+    assert ends == [("barrier", True), ("destroy_process_group", True)]
 
 
 def test_weights_that_are_not_there(script, material):

@@ -1,5 +1,4 @@
-"""``python -m liger_ext tune`` and the file that it writes, without a GPU but for one test. test_forced_plans.py tests
-that tuned knobs change launch plans and not results."""
+"""``python -m liger_ext tune`` and the file that it writes. test_forced_plans.py tests knobs that change plans."""
 
 import contextlib
 import json
@@ -228,15 +227,16 @@ def test_measured_rates_are_the_fused_losss(file, installed, monkeypatch):
 def test_each_rate_is_measured_by_its_own_work(monkeypatch):
     """Every call takes a millisecond; meta tensors take no memory."""
     monkeypatch.setattr(_timing, "sustained_seconds", lambda call: 1e-3 if call() is not None else 0)
-    operations, moved = 2 * 8192 * 4096 * 32_768, 2 * 4 * 2**28
-    rates = _tuned.Rates("H200", "1", operations / 1e-3, operations / 1e-3, moved / 1e-3 / tune.COPY_REACHES, 1e-3)
+    operations, moved = 2 * 8192 * 4096 * 32_768 / 1e-3, 2 * 4 * 2**28 / 1e-3
+    rates = _tuned.Rates("H200", "1", operations, operations, moved / tune.COPY_REACHES, 1e-3)
     assert tune.measure_rates(H200, "1", device="meta") == rates
 
 
 @pytest.mark.parametrize("profile", _C.profiles(), ids=lambda device: device.name)
 def test_the_doctor_names_the_source_of_rates(profile, file, installed):
     device = _devices.Device(0, profile.name, profile.architecture, "PTX", 2**36, 2**35, profile)
-    assert f"rates for the fused loss, from the data sheet of {profile.name}: " in doctor._gpu_lines([device])[1]
+    source = {"H100": "measured"}.get(profile.name, f"from the data sheet of {profile.name}")
+    assert f"rates for the fused loss, {source}: matmuls" in doctor._gpu_lines([device])[1]
     keep(rates=replace(RATES, device=profile.name))
     _tuned.load()
     measured = "measured: matmuls 700 Tflop/s in 16 bits and 50 in fp32, memory 4.00 TB/s, "

@@ -28,7 +28,7 @@ from liger_ext.models.modules.head import Linear, linear_heads
 from liger_ext.models.modules.loss import MEMORY_LEVELS, causal_lm_cross_entropy
 from liger_ext.models.modules.mlp import MLP
 from liger_ext.models.modules.norms import LayerNorm, Norm
-from liger_ext.models.patches import find_llama_patch, find_patch, is_left_alone, stock_classes
+from liger_ext.models.patches import find_llama_patch, find_patch, is_left_alone, logits_size, stock_classes
 from liger_ext.models.patching.classes import source_class, stock_class
 from liger_ext.models.patching.names import MODELS, find_class_by_name
 from liger_ext.models.patching.swap import PatchHandle, on_construction, swap_classes
@@ -139,7 +139,7 @@ def apply(
         calls have set for modules of `root`, with their values."""
         modules, earlier = list(root.modules()), set()
         classes = stock_classes(modules)
-        _warn_unknown(classes, wanted, fused_loss or cross_entropy)
+        _warn_unknown(classes, modules, wanted, fused_loss or cross_entropy)
         patches = [patch for patch in (*map(find_patch, classes), LayerNorm) if patch]
         known = {patch: kind for kind in wanted for patch in patches if issubclass(patch, kind)}
         for patch, kind in known.items():
@@ -340,18 +340,22 @@ _ENDS = {Norm: "norm", MLP: "MLP", Experts: "experts", DecoderLayer: "layer", Ca
 _unknown: set[Callable] = set()
 
 
-def _warn_unknown(classes: list[type[nn.Module]], wanted: dict[type, bool], wants_loss: bool) -> None:
-    """Warns once of each class whose name ends like a part to be patched and whose code is not known, and once of
-    transformers' loss if its code is not known."""
+def _warn_unknown(
+    classes: list[type[nn.Module]], modules: list[nn.Module], wanted: dict[type, bool], wants_loss: bool
+) -> None:
+    """Warns once of each class whose name ends like a part to be patched and whose code is not known, with the size of
+    the logits if it is a head; and once of transformers' loss if its code is not known."""
     ends = tuple(end for kind, part in _ENDS.items() if wanted[kind] for end in ENDS[part])
     candidates = [cls for cls in classes if cls.__name__.endswith(ends) and cls not in _unknown]
     unknown = [cls for cls in candidates if find_patch(cls) is None and not is_left_alone(cls)]
+    heads = tuple(cls for cls in unknown if cls.__name__.endswith(ENDS["head"]))
+    sizes = dict.fromkeys(logits_size(module) for module in modules if isinstance(module, heads))
     if wants_loss and ForCausalLMLoss not in _unknown and not knows_loss():
         unknown.append(ForCausalLMLoss)
     _unknown.update(unknown)
     if unknown:
         names = ", ".join(cls.__name__ for cls in unknown)
-        warn(f"{names}: liger_ext does not know this code, and leaves it as it is")
+        warn(f"{names}: liger_ext does not know this code, and leaves it as it is{''.join(sizes)}")
 
 
 def _model_classes(model_type: str) -> list[type[nn.Module]]:

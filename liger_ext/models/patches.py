@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.loss import loss_utils
 
 from liger_ext.models import llama
@@ -21,10 +22,10 @@ from liger_ext.models.modules.causal_lm import CausalLM, CausalLMInside
 from liger_ext.models.modules.decoder import Attention, DecoderLayer
 from liger_ext.models.modules.rope import known_rope
 from liger_ext.models.patching.calls import is_patch
-from liger_ext.models.patching.classes import inherits_forward, pickled_as
+from liger_ext.models.patching.classes import defines_forward, passes_on, pickled_as, stock_class
 from liger_ext.models.patching.forwards import source_text, with_arguments
 from liger_ext.models.patching.names import MODELS, REMOTE, pickle_name
-from liger_ext.models.patching.swap import find_replacements, replaces
+from liger_ext.models.patching.swap import find_functions, find_replacements, replaces
 from liger_ext.models.recognise.known import ENDS, Entry, look_up, ropes_in
 from liger_ext.models.recognise.reading import code_read
 
@@ -34,19 +35,15 @@ def find_patch(cls: type[nn.Module]) -> type[nn.Module] | None:
     llama_patch = find_llama_patch(cls)
     if llama_patch and any(find_replacements(llama_patch)):
         return llama_patch  # `swap_classes` refuses this patch and names the code that replaced transformers'
+    code = code_read(cls.forward, cls)
     if llama_patch is llama.LlamaModel:
-        return llama_patch if llama.knows_model(cls) else None
+        return llama_patch if code == _LLAMA_CODE[llama_patch] and llama.knows_model(cls) else None
     found = _recognised(cls)
     if found is None or found.kind is None:
         return None
-    attributes = tuple(found.attributes.items())
-    if (
-        llama_patch
-        and issubclass(llama_patch, found.kind)
-        and all(getattr(llama_patch, name) == v for name, v in attributes)
-    ):
+    if llama_patch and code == _LLAMA_CODE[llama_patch] and _computes(llama_patch, found):
         return llama_patch
-    return _build_patch(cls, found.kind, attributes)
+    return _build_patch(cls, found.kind, tuple(found.attributes.items()), tuple(found.functions.items()), code)
 
 
 @dataclasses.dataclass
@@ -56,6 +53,12 @@ class Recognised:
     kind: type | None  # the mixin; None: nothing in the class can be fused
     attributes: dict[str, object]  # class attributes of the patch
     functions: dict[str, Callable]  # replacements of global functions that the class's `forward` calls, by name
+
+
+def _computes(patch: type[nn.Module], found: Recognised) -> bool:
+    """Returns whether `patch`, which `liger_ext.models.llama` defines by hand, is what `_build_patch` would build."""
+    alike = all(getattr(patch, name) == value for name, value in found.attributes.items())
+    return patch.__bases__[0] is found.kind and alike and find_functions(patch) == found.functions
 
 
 def recognise(cls: type[nn.Module]) -> Recognised | None:
@@ -103,7 +106,13 @@ def _recognise_once(cls: type[nn.Module], code: tuple, loss_code: tuple) -> Reco
 
 
 @functools.cache
-def _build_patch(cls: type[nn.Module], kind: type, attributes: tuple[tuple[str, object], ...]) -> type[nn.Module]:
+def _build_patch(
+    cls: type[nn.Module],
+    kind: type,
+    attributes: tuple[tuple[str, object], ...],
+    functions: tuple[tuple[str, Callable], ...],
+    code: tuple,  # only a part of the cache's key: the mixin has inspected it
+) -> type[nn.Module]:
     if cls.__module__.startswith(REMOTE):  # `save_pretrained` copies the file of this module next to the weights
         namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     else:  # pickle finds the class through the `__getattr__` of that module
@@ -116,7 +125,7 @@ def _build_patch(cls: type[nn.Module], kind: type, attributes: tuple[tuple[str, 
     if cls.__module__.startswith(REMOTE):
         pickled_as(patch, _patch_or_class, cls)
     others = ((loss_utils, "fixed_cross_entropy"),) if issubclass(kind, CausalLM | CausalLMInside) else ()
-    return replaces(sys.modules[cls.__module__], *others, **_recognised(cls).functions)(patch)
+    return replaces(sys.modules[cls.__module__], *others, **dict(functions))(patch)
 
 
 def _patch_or_class(cls: type[nn.Module]) -> type[nn.Module]:
@@ -134,20 +143,30 @@ def is_left_alone(cls: type[nn.Module]) -> bool:
     return found is not None and found.kind is None
 
 
+def logits_size(model: PreTrainedModel) -> str:
+    """Returns the end of the warning about an unknown head: the size of the logits with which it trains."""
+    vocab, dtype = getattr(model.get_output_embeddings(), "out_features", None), model.dtype
+    if vocab is None:
+        return ""
+    size, name = 1000 * vocab * dtype.itemsize / 2**20, str(dtype).removeprefix("torch.")
+    head = type(model).__name__
+    return f"; {head} trains with all logits, {size:,.0f} MiB for 1,000 tokens (vocabulary {vocab:,}, {name})"
+
+
 def stock_classes(modules: Iterable[nn.Module]) -> list[type[nn.Module]]:
     """Returns, for each class of `modules`, the nearest ancestor with its own `forward` that transformers or remote
     code defines."""
     found = {}
     for cls in dict.fromkeys(map(type, modules)):
         stock = [c for c in cls.__mro__ if c.__module__.startswith(MODELS) or is_remote(c) or find_llama_patch(c)]
-        found.update(dict.fromkeys([c for c in stock if "forward" in vars(c)][:1]))
+        found.update(dict.fromkeys([c for c in stock if "forward" in vars(c) and not passes_on(c.forward)][:1]))
     return list(found)
 
 
 def is_remote(cls: type) -> bool:
     """Returns whether remote code (`trust_remote_code=True`) defines `cls` and its `forward`."""
     written = cls.__module__.startswith(REMOTE) and issubclass(cls, nn.Module) and not is_patch(cls)
-    return written and not inherits_forward(cls, super(cls, cls))
+    return written and defines_forward(cls)
 
 
 def find_llama_patch(cls: type) -> type[nn.Module] | None:
@@ -155,3 +174,11 @@ def find_llama_patch(cls: type) -> type[nn.Module] | None:
     code had replaced it before that module was imported."""
     patch = getattr(llama, cls.__name__, None)
     return patch if isinstance(patch, type) and cls in patch.__bases__ else None
+
+
+# The code that Llama's classes had when `liger_ext.models.llama` defined their patches.
+_LLAMA_CODE = {
+    patch: code_read(stock_class(patch).forward, stock_class(patch))
+    for patch in vars(llama).values()
+    if isinstance(patch, type) and patch.__module__ == llama.__name__
+}

@@ -32,9 +32,9 @@ from liger_ext.models.modules.loss import (
     softcapped,
 )
 from liger_ext.models.patching.calls import exports_onnx
-from liger_ext.models.patching.forwards import source_text
+from liger_ext.models.patching.forwards import parse_function, source_text
 from liger_ext.models.patching.swap import Mixin
-from liger_ext.models.recognise.normal_form import HEAD_ARGUMENTS, MODEL_CALL, renamed
+from liger_ext.models.recognise.normal_form import HEAD_ARGUMENTS, MODEL_CALL, renamed, variables_read
 from liger_ext.ops._checks import check_constants
 from liger_ext.ops._loss_plan import Level
 
@@ -76,6 +76,7 @@ class CausalLM(Mixin):
     DIVIDED_BY: str | None = None  # path of a divisor of the logits
     SOFTCAP: str | None = None  # the attribute of the text configuration that bounds the logits
     LOGITS: str | None = None  # dtype of the returned logits; None: the head's
+    HIDDEN_STATES: str | None = None  # the output's field for the argument of the head's call
 
     def liger_logits(self) -> tuple[float, float | None]:
         """Returns the factor of the head's results, and the softcap that then bounds them (None: no bound)."""
@@ -92,7 +93,9 @@ class CausalLM(Mixin):
         cls.PASSED = _passed_by(stock)
         parameters = inspect.signature(stock.forward).parameters
         cls.KEEPS = "logits_to_keep" in parameters
-        given = [p for p in parameters.values() if p.name not in HEAD_ARGUMENTS]
+        read, others = variables_read(parse_function(stock.forward)), parameters.keys() - HEAD_ARGUMENTS
+        cls.UNREAD = sorted(others - read)  # `deprecate_kwarg` may rename them
+        given = [parameter for name, parameter in parameters.items() if name in others & read]
         cls.DEFAULTS = {p.name: p.default for p in given if p.default not in (None, p.empty)}
         # These methods read the source of a class's module. The call caches the result for subclasses, ours included.
         for name in ("_can_set_attn_implementation", "_can_set_experts_implementation"):
@@ -125,7 +128,8 @@ class CausalLM(Mixin):
         """
         labels, shift_labels = arguments.get("labels"), arguments.get("shift_labels")
         has_labels = labels is not None or shift_labels is not None
-        against = _stock_reason(self)
+        unread = next((name for name in self.UNREAD if arguments.get(name) is not None), None)
+        against = _stock_reason(self) or (unread and f"transformers' forward may rename {unread}: pass its new name")
         log_probs_options = take_options(arguments, has_labels, against)
         if skip_logits is None:
             skip_logits = has_labels and (self.training or log_probs_options is not None)
@@ -166,8 +170,7 @@ class CausalLM(Mixin):
             make = fused_causal_lm_loss if log_probs_options is None else fused_log_probs
             result = make(hidden_states, self.lm_head, **loss_arguments, logit_scale=scale, **options)
         else:
-            logits = self.lm_head(hidden_states)
-            logits = scaled(logits, scale)
+            logits = scaled(self.lm_head(hidden_states), scale)
             logits = logits if self.LOGITS is None else logits.to(getattr(torch, self.LOGITS))
             make = causal_lm_loss if log_probs_options is None else log_probs_from_logits
             result = make(logits, **loss_arguments, **options)
@@ -178,6 +181,7 @@ class CausalLM(Mixin):
             loss=result.loss,
             **{name: getattr(result, name, None) for name in RESULTS},
             **shown,
+            **({} if self.HIDDEN_STATES is None else {self.HIDDEN_STATES: hidden_states}),
             **{name: getattr(outputs, name) for name in self.COPIED if not (spared and name == self.CACHE)},
         )
         return output(**self._results(results, arguments))
@@ -230,6 +234,16 @@ class BambaCausalLM(CausalLM):
             take_options(arguments, True, "with a z_loss_coefficient its loss has another term")
             return super(CausalLM, self).forward(**arguments)
         return super()._forward(arguments, skip_logits)
+
+
+class MoshiCausalLM(CausalLM):
+    """Moshi's text model. The whole Moshi calls it with embeddings, and reads the logits also in training."""
+
+    HIDDEN_STATES = "last_hidden_state"
+
+    def _forward(self, arguments: dict[str, object], skip_logits: bool | None) -> ModelOutput:
+        is_inside = arguments.get("input_ids") is None
+        return super()._forward(arguments, False if is_inside and skip_logits is None else skip_logits)
 
 
 class RoutedCausalLM(CausalLM):
@@ -335,7 +349,7 @@ def _model_input(arguments: dict[str, object]) -> torch.Tensor | None:
 def _spare_cache(head: nn.Module, arguments: dict[str, object]) -> bool:
     """Sets `use_cache=False` for a training step unless the caller has decided: transformers' default cache is a copy
     of all keys and values. Returns whether an unpatched model would return a cache."""
-    if any(arguments.get(name) is not None for name in ("use_cache", *CACHES)):
+    if "use_cache" in head.UNREAD or any(arguments.get(name) is not None for name in ("use_cache", *CACHES)):
         return False
     # Without a cache, transformers (4.53 on) finds packed documents by their positions, and masks them from each other.
     if arguments.get("position_ids") is not None and arguments.get("attention_mask") is None:

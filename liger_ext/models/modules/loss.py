@@ -73,9 +73,11 @@ class _Without:
     def __getitem__(self, key: str | int | slice) -> object:
         """Returns a field by its name, or entries by their index in the tuple that an unpatched model returns."""
         if isinstance(key, str):
-            if key in self.without and key not in self.keys():
-                raise KeyError(_MISSING_FIELD_ERRORS[key])
-            return super().__getitem__(key)
+            try:
+                return super().__getitem__(key)
+            except KeyError as error:
+                name = error.args[0]  # for past_key_values: cache, from transformers 5.24 on
+                raise KeyError(_MISSING_FIELD_ERRORS[name] if name in self.without else name) from None
         places = [name for name in self.__dataclass_fields__ if name in self.without or name in self.keys()]
         chosen = places[key]
         for name in chosen if isinstance(key, slice) else [chosen]:

@@ -23,9 +23,15 @@ def known_rope(rope: Callable | None) -> Callable | None:
     return None if entry is None else rope_for(rope, **entry.options)
 
 
+def rope_for(stock_rope: Callable, **options: object) -> Callable:
+    """Returns `_build_rope(stock_rope, ...)`, cached until somebody edits the code of `stock_rope`."""
+    return _build_rope(stock_rope, getattr(stock_rope, "__code__", None), **options)
+
+
 @functools.cache
-def rope_for(
+def _build_rope(
     stock_rope: Callable,
+    code: object,
     layout: str = "halves",
     tables: str = "whole",
     heads: int = 2,
@@ -35,6 +41,7 @@ def rope_for(
     """Returns `functional.rope` in this layout, with the arguments of `stock_rope`.
 
     Args:
+        code: a part of the cache's key.
         tables: width of cos and sin: "whole", "half" of that, or whole tables of which only the "first half" is read.
         heads: index of the dimension of heads, if the tables are complex or have no such dimension.
         columns: the columns that are rotated if the tables are narrower than the heads, the "first" or the "last".

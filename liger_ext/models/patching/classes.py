@@ -9,6 +9,7 @@ is derived from it ("on top"). If other code derives a class from the patch, the
 file and cannot be removed.
 """
 
+import ast
 import functools
 import inspect
 import sys
@@ -16,6 +17,8 @@ import weakref
 from collections.abc import Callable
 
 from torch import nn
+
+from liger_ext.models.patching.forwards import parse_function
 
 
 def stock_class(patch: type[nn.Module]) -> type[nn.Module]:
@@ -58,8 +61,37 @@ def with_ancestor(cls: type[nn.Module], old: type[nn.Module], new: type[nn.Modul
 
 def inherits_forward(cls: type, base: type) -> bool:
     """Returns whether `cls.forward` is `base.forward`, which GradientCheckpointingLayer may have wrapped again for a
-    subclass."""
-    ours, theirs = cls.forward, base.forward
+    subclass, or only passes its arguments on to it."""
+    return _is_same_forward(_forward_in(cls.__mro__), _forward_in(base.__mro__))
+
+
+def defines_forward(cls: type) -> bool:
+    """Returns whether `cls` has a `forward` of its own: `inherits_forward` is False for its next ancestor."""
+    return not _is_same_forward(_forward_in(cls.__mro__), _forward_in(cls.__mro__[1:]))
+
+
+def _forward_in(classes: tuple[type, ...]) -> Callable | None:
+    """Returns the first `forward` of these classes that does more than pass its arguments on to the next."""
+    found = (cls.forward for cls in classes if "forward" in vars(cls))
+    return next((forward for forward in found if not passes_on(forward)), None)
+
+
+def passes_on(forward: Callable) -> bool:
+    """Returns whether `forward` is ``return super().forward(*args, **kwargs)`` and nothing else."""
+    while getattr(forward, "__globals__", {}).get("__name__") == _LAYERS and hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+    code = getattr(forward, "__code__", None)
+    if code is None or "super" not in code.co_names or hasattr(forward, "__wrapped__"):
+        return False
+    definition = parse_function(forward)
+    return definition is not None and ast.unparse(definition) == _PASSES_ON
+
+
+_LAYERS = "transformers.modeling_layers"  # defines GradientCheckpointingLayer
+_PASSES_ON = "def forward(self, *args, **kwargs):\n    return super().forward(*args, **kwargs)"
+
+
+def _is_same_forward(ours: Callable, theirs: Callable) -> bool:
     same_code = getattr(ours, "__code__", ours) is getattr(theirs, "__code__", theirs)
     return same_code and inspect.unwrap(ours) is inspect.unwrap(theirs)
 

@@ -85,7 +85,8 @@ def replaces(
         base = stock_class(patch)
         _originals[patch] = [_Original(f"{patch.__name__}.forward", base, "forward", module.__name__, base.forward)]
         for owner, name in (*((module, name) for name in replacements), *others):
-            _originals[patch].append(_Original(name, owner, name, owner.__name__, getattr(owner, name)))
+            ours = replacements.get(name)
+            _originals[patch].append(_Original(name, owner, name, owner.__name__, getattr(owner, name), ours))
         if replacements:
             patch.forward = copy_forward(patch, **replacements)
         record_forward(patch)
@@ -229,9 +230,15 @@ class _Original(NamedTuple):
     attribute: str
     module: str
     value: Callable
+    replacement: Callable | None = None  # what the patch's `forward` calls instead
 
 
 _originals: dict[type[nn.Module], list[_Original]] = {}
+
+
+def find_functions(patch: type[nn.Module]) -> dict[str, Callable]:
+    """Returns the functions that the `forward` of `patch` calls in place of global functions, by name."""
+    return {found.name: found.replacement for found in _originals[patch] if found.replacement is not None}
 
 
 def find_replacements(patch: type[nn.Module]) -> Iterator[tuple[str, Callable]]:

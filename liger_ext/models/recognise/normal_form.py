@@ -105,14 +105,18 @@ def reduce_layer(definition: ast.FunctionDef) -> ast.FunctionDef | None:
 
 
 def reduce_head(definition: ast.FunctionDef) -> ast.FunctionDef | None:
-    """Removes from a head the arguments that it passes to its model by name, the loss's `vocab_size`, which our loss
-    does not read, and the fields that it copies from its model's output. None if it passes something else to its model
-    or its loss."""
+    """Removes from a head the arguments that it passes to its model by name, those that it does not read, the loss's
+    `vocab_size`, which our loss does not read, and the fields that it copies from its model's output. None if it passes
+    something else to its model or its loss."""
     if definition.args.kwarg is None:
         return None
     text = renamed(ast.unparse(definition)).replace("outputs[0]", "outputs.last_hidden_state")
     definition = _Resolved().visit(ast.parse(text)).body[0]
-    for_model = [name for name in _argument_names(definition) if name not in HEAD_ARGUMENTS]
+    names, read = _argument_names(definition), variables_read(definition)
+    if not {"labels", "logits_to_keep"} & read <= {*names}:
+        return None
+    others = [name for name in names if name not in HEAD_ARGUMENTS]
+    for_model = [name for name in others if name in read]
     for node in ast.walk(definition):
         callee = ast.unparse(node.func) if isinstance(node, ast.Call) else None
         if callee == "self.model":
@@ -131,7 +135,7 @@ def reduce_head(definition: ast.FunctionDef) -> ast.FunctionDef | None:
             node.func = ast.Name("Output", ast.Load())
             node.keywords = [k for k in node.keywords if ast.unparse(k.value) != f"outputs.{k.arg}"]
     taken = definition.args.args[::-1][: len(definition.args.defaults)][::-1]
-    kept = [(a, d) for a, d in zip(taken, definition.args.defaults, strict=True) if a.arg not in for_model]
+    kept = [(a, d) for a, d in zip(taken, definition.args.defaults, strict=True) if a.arg not in others]
     kept = [(a, d) for a, d in kept if ast.unparse(d) != "None"]
     definition.args.args, definition.args.defaults = [a for a, _ in kept], [d for _, d in kept]
     definition.args.kwarg.arg = "kwargs"
@@ -186,6 +190,10 @@ def _with_name(text: str, old: str, new: str) -> str:
 MODEL_CALL = re.compile(
     r"^    (?P<outputs>\w+) = self\.(?P<model>(?!language_model)[\w.]+)\((input_ids=)?input_ids, (?=\w+=)", re.MULTILINE
 )
+
+
+def variables_read(definition: ast.FunctionDef) -> set[str]:
+    return {node.id for node in ast.walk(definition) if isinstance(node, ast.Name)}
 
 
 def _argument_names(method: ast.FunctionDef) -> list[str]:
