@@ -1,10 +1,13 @@
 """A language-model head that computes its loss inside its own call.
 
 The fused loss reads the head's weight. Inside the head's call, the hooks of other libraries have prepared the weight:
-FSDP and DeepSpeed gather it before the call, accelerate moves it to its device.
+FSDP and DeepSpeed gather it before the call, accelerate moves it to its device. Only for such a call the head needs a
+class of ours. Until the first one its class stays `nn.Linear`: quantisers replace modules of exactly this class.
 """
 
-from collections.abc import Callable, Iterator
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
@@ -13,7 +16,15 @@ from torch.nn.modules import linear
 from torch.nn.modules.module import _has_any_global_hook
 
 from liger_ext.models.patching.calls import has_torch_call, module_hooks, only_forward_runs
-from liger_ext.models.patching.swap import derives_from, is_fsdp1, replaces, torch_linear_is_intact
+from liger_ext.models.patching.swap import (
+    PatchHandle,
+    derives_from,
+    is_fsdp1,
+    replaces,
+    swap_classes,
+    torch_linear_is_intact,
+)
+from liger_ext.ops._compile import disabled_in_graphs
 
 # loss(hidden_states, weight, bias) -> tensors
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], tuple]
@@ -40,8 +51,27 @@ def loss_caller(head: nn.Module) -> Callable[..., tuple] | None:
         return None
     if all(map(only_forward_runs, path)) and not any(map(is_fsdp1, path)):
         return partial(Linear.forward, inner)
-    # Wrappers pass on their arguments.
-    return head if isinstance(inner, Linear) and all(map(_takes_a_loss, path)) else None
+    if not all(map(_takes_a_loss, path)):
+        return None
+    if not isinstance(inner, Linear):
+        _swap_head(inner)
+    return head  # wrappers pass on their arguments
+
+
+_handles: weakref.WeakKeyDictionary[nn.Module, PatchHandle] = weakref.WeakKeyDictionary()  # of swapped heads
+_swapping = threading.Lock()  # the first calls of a model may be simultaneous
+
+
+@disabled_in_graphs
+def _swap_head(head: nn.Module) -> None:
+    with _swapping:
+        swap_classes([head], Linear, _handles.setdefault(head, PatchHandle()))
+
+
+def restore_heads(models: Iterable[nn.Module]) -> None:
+    """Gives the heads of `models` the classes that they had before their first call with a loss."""
+    for head in (head for model in models for head in _inside(model.lm_head)):
+        _handles.pop(head, PatchHandle()).revert()
 
 
 def used_linear(head: nn.Module) -> nn.Linear | None:
@@ -49,11 +79,6 @@ def used_linear(head: nn.Module) -> nn.Linear | None:
     the active adapter of PEFT's ModulesToSaveWrapper trains. None if that module is no linear layer."""
     last = _path(head)[-1]
     return last if _is_linear(last) else None
-
-
-def linear_heads(model: nn.Module) -> Iterator[nn.Module]:
-    """Returns the linear layers that may be the head of `model`."""
-    return filter(_is_linear, _inside(model.lm_head))
 
 
 def head_device(head: nn.Module) -> torch.device | None:
