@@ -20,6 +20,7 @@ from liger_ext.models.patching.swap import (
     PatchHandle,
     derives_from,
     is_fsdp1,
+    is_plain_tensor,
     replaces,
     swap_classes,
     torch_linear_is_intact,
@@ -47,7 +48,7 @@ def loss_caller(head: nn.Module) -> Callable[..., tuple] | None:
     than a linear layer (LoRA, quantised weights), or a user's hook on its call expects logits."""
     path = _path(head)
     inner = path[-1]
-    if not _is_linear(inner) or not torch_linear_is_intact():
+    if not _is_linear(inner) or not _has_plain_weight(inner) or not torch_linear_is_intact():
         return None
     if all(map(only_forward_runs, path)) and not any(map(is_fsdp1, path)):
         return partial(Linear.forward, inner)
@@ -122,6 +123,13 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and forward in (nn.Linear.forward, Linear.forward)
 
 
+def _has_plain_weight(linear: nn.Module) -> bool:
+    """Returns whether the weight is a plain tensor, or a DTensor, which FSDP2 gathers to a plain one before the call.
+    Also True if the weight is computed (parametrizations, FSDP1)."""
+    weight = linear._parameters.get("weight")
+    return weight is None or is_plain_tensor(weight) or hasattr(weight, "placements")
+
+
 def _takes_a_loss(module: nn.Module) -> bool:
     """Returns whether nothing around the call of `module` reads or changes its result."""
     if _has_any_global_hook() or not has_torch_call(module) or not _hands_on(module):
@@ -129,7 +137,17 @@ def _takes_a_loss(module: nn.Module) -> bool:
     if any(not _is_from(hook, _KNOWN_HOOKS) for kind in module_hooks(module) for hook in kind.values()):
         return False
     state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
-    return getattr(getattr(state, "_mp_policy", None), "output_dtype", None) is None  # a dtype would cast the loss
+    return _keeps_dtype(getattr(state, "_mp_policy", None), module)
+
+
+def _keeps_dtype(policy: object, module: nn.Module) -> bool:
+    """Returns whether FSDP2's policy for `module` leaves the dtype of a loss unchanged. Losses are fp32, or float64 of
+    float64 weights."""
+    output_dtype = getattr(policy, "output_dtype", None)
+    if output_dtype is None:
+        return True
+    weights = (policy.param_dtype,) if policy.param_dtype else (p.dtype for p in module.parameters())
+    return output_dtype == torch.float32 and torch.float64 not in weights
 
 
 def _hands_on(module: nn.Module) -> bool:
