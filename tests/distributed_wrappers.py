@@ -201,8 +201,6 @@ def fsdp2(world, policy, reshard, offload, units, head, tied, accumulates, check
         switch(True)
 
     expected_ops = set(OURS)
-    if head and policy == "fp32 results":  # FSDP2 would cast the loss that the head returns
-        expected_ops = expected_ops - {"fused_linear_cross_entropy"} | {"cross_entropy"}
     if units == "every module":  # FSDP2 gathers a norm's weight only if the norm is called
         expected_ops -= {"add_rms_norm"}
     compare(

@@ -3,8 +3,7 @@
 import pytest
 import torch
 from llama_models import VOCAB, build, make_batch, one_thread, ops, step  # noqa: F401
-from test_adapters import TUNERS, adapt, assert_close, assert_trains_as_stock, both, orders
-from torch import nn
+from test_adapters import TUNERS, adapt, assert_trains_as_stock, both, orders
 
 from liger_ext import apply_liger_kernel_to_llama
 from liger_ext.ops._loss_plan import SMALLEST
@@ -39,52 +38,6 @@ def test_heads_and_embeddings(device, options, tied, memory, order):
     sizes = dict(tie_word_embeddings=tied)
     models = both(order, lambda m: adapt(m, "Lora", dict(r=4, **options)), device=device, sizes=sizes)
     assert_trains_as_stock(*models, make_batch(device, 6, 50), memory=memory)
-
-
-INVOCATION = 999
-OTHER_HEADS = {
-    "IA3": dict(target_modules=["lm_head"], feedforward_modules=[]),
-    "Vera": dict(r=4, target_modules=["lm_head"]),
-    "OFT": dict(oft_block_size=8, target_modules=["lm_head"]),
-    "VBLoRA": dict(r=2, num_vectors=16, vector_length=8, topk=2, target_modules=["lm_head", "q_proj"]),
-    "OSF": dict(target_modules=["lm_head", "q_proj"]),
-    "Lora": dict(r=4, target_modules=["lm_head", "q_proj"], alora_invocation_tokens=[INVOCATION]),
-    "Lily": dict(r=4, target_modules=["lm_head", "q_proj"]),  # averages over the rows of a call
-}
-
-
-@pytest.mark.parametrize("memory", ["auto", SMALLEST], ids=["whole", "chunks"])
-@pytest.mark.parametrize("kind, options", OTHER_HEADS.items(), ids=OTHER_HEADS)
-def test_other_tuners_of_heads(device, kind, options, memory):
-    sizes = dict(tie_word_embeddings=False)
-    stock, model = both("patch, adapt", lambda m: adapt(m, kind, options), device=device, sizes=sizes)
-    batch = make_batch(device, 6, 50)
-    batch["input_ids"][2:, 7] = INVOCATION
-    expected, found = step(stock, batch), step(model, dict(batch, memory=memory))
-    assert expected.keys() - found.keys() == {"logits"}
-    assert any("lm_head" in name and result.any() for name, result in found.items())
-    assert_close(found, expected)
-
-
-def test_a_head_with_a_weight_of_others(device):
-    """A head may train a weight that is a parameter of another module."""
-
-    class Elsewhere(nn.Module):
-        out_features = VOCAB
-
-        def __init__(self, *others):
-            super().__init__()
-            self.others = others
-
-        def forward(self, x):
-            return nn.functional.linear(x, self.others[0].weight)
-
-    def change(model):
-        model.lm_head = Elsewhere(model.model.embed_tokens)
-        return model
-
-    models = both("adapt, patch", change, device=device)
-    assert_trains_as_stock(*models, make_batch(device, 6, 50), memory=SMALLEST)
 
 
 UNTIED = {name: options for name, options in HEADS.items() if "ensure_weight_tying" not in options}

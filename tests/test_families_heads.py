@@ -9,6 +9,8 @@ import torch
 from family_models import (
     INDEXED,
     LATENT,
+    LAYERS,
+    OPTIONS,
     ROUTED,
     all_experts,
     assert_same,
@@ -28,10 +30,12 @@ from llama_models import (
     steps,
     tokens,
 )
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 import liger_ext
+from liger_ext.models.model_types import FUNCTION_TYPES
 from liger_ext.models.modules import causal_lm
 
 pytestmark = pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="older transformers have other code")
@@ -217,13 +221,33 @@ def test_generates_the_same(device, model_type):
     assert torch.equal(patched(model).generate(ids, **options), model.generate(ids, **options))
 
 
-@pytest.mark.parametrize("model_type", MODELS)
-def test_is_undone(model_type):
-    model = build_model(model_type)
+OTHERS = [f for f in (*OPTIONS, *LAYERS) if f in CONFIG_MAPPING and f not in MODELS]
+
+
+@pytest.mark.parametrize("model_type", [*MODELS, *OTHERS])
+def test_torchs_classes_stay_and_others_come_back(model_type):
+    """Other libraries replace modules that are exactly of torch's class. Only nn.LayerNorm is patched."""
+    make = build_model if model_type in MODELS else build_family
+    model, batch = make(model_type), make_batch("cpu")
     before = [type(m) for m in model.modules()]
+
+    def check(patched_model):
+        assert type(patched_model) is not before[0]
+        for (name, module), cls in zip(patched_model.named_modules(), before, strict=True):
+            if cls.__module__.startswith("torch.") and cls is not nn.LayerNorm:
+                assert type(module) is cls, name
+
     with liger_ext.apply_liger_kernel_to_instance(model):
-        assert type(model) is not before[0]
+        check(model)
+        step(model, batch)
+        check(model)
     assert [type(m) for m in model.modules()] == before
+    if model_type in FUNCTION_TYPES:
+        with liger_ext.apply_liger_kernel(model_type):
+            model = make(model_type)
+        check(model)
+        step(model, batch)
+        check(model)
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def assert_same_step(model, expected):
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "head"])
 def test_a_users_class_on_top_of_a_patch_stays_and_keeps_it(name):
     model = build(tie_word_embeddings=False).train()
     expected = step(copy.deepcopy(model), make_batch("cpu"))

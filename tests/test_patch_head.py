@@ -1,10 +1,18 @@
 """The language-model head of a patched model: wrappers and hooks around it, and heads that are called for logits."""
 
+import copy
+import pickle
+import sys
+import threading
+import warnings
+
 import pytest
 import torch
 from llama_models import VOCAB, build, compare, lora, make_batch, one_thread, ops, patched  # noqa: F401
+from test_zero3 import deepspeed_hook
 from torch import nn
 
+from liger_ext import apply_liger_kernel_to_llama
 from liger_ext.models.modules.head import Linear, loss_caller
 from liger_ext.ops._loss_plan import SMALLEST
 
@@ -12,7 +20,7 @@ from liger_ext.ops._loss_plan import SMALLEST
 def test_hooks_on_the_head(device):
     """Hooks that may read logits run; without hooks the loss stays fused. A call without a loss behaves as before."""
     model = patched(build(device=device).train())
-    assert type(model.lm_head) is Linear
+    assert type(model.lm_head) is nn.Linear
     seen = []
     hook = model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.shape))
     assert "cross_entropy" in ops(model, **make_batch(device))
@@ -24,6 +32,55 @@ def test_hooks_on_the_head(device):
     torch.testing.assert_close(model.lm_head(hidden_states), expected, rtol=0, atol=0)
     model.resize_token_embeddings(VOCAB + 24)  # builds a new head
     assert "fused_linear_cross_entropy" in ops(model, **make_batch(device))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_call_with_hooks_changes_the_class(copied):
+    model = build(tie_word_embeddings=False).train()
+    handle = apply_liger_kernel_to_llama(model=model)
+    hook = model.lm_head.register_forward_pre_hook(deepspeed_hook(lambda module, args: None))
+    assert type(model.lm_head) is nn.Linear
+    with torch.no_grad():
+        expected = model(**make_batch("cpu"), skip_logits=False).loss
+    assert type(model.lm_head) is nn.Linear
+    assert "fused_linear_cross_entropy" in ops(model, **make_batch("cpu"))
+    assert type(model.lm_head) is Linear
+    hook.remove()
+    other = copied(model)
+    handle.revert()
+    assert type(model.lm_head) is nn.Linear
+    torch.testing.assert_close(model(**make_batch("cpu")).loss, expected)
+    torch.testing.assert_close(other(**make_batch("cpu")).loss, expected)
+    assert "fused_linear_cross_entropy" in ops(other, **make_batch("cpu"))
+
+
+def test_simultaneous_first_calls():
+    hooks, interval, failed = pytest.importorskip("accelerate.hooks"), sys.getswitchinterval(), []
+
+    def call(head, barrier):
+        barrier.wait()
+        try:
+            caller = loss_caller(head)
+            assert caller is None or caller(torch.ones(2, 4), loss=lambda x, weight, bias: (x.sum(),)) == (8,)
+        except Exception as error:
+            failed.append(error)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(100):
+                head, barrier = nn.Linear(4, 8), threading.Barrier(4)
+                hooks.add_hook_to_module(head, hooks.AlignDevicesHook(execution_device="cpu"))
+                threads = [threading.Thread(target=call, args=(head, barrier)) for _ in range(4)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+                assert isinstance(head, Linear)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failed
 
 
 def test_what_is_no_linear_head():

@@ -1,5 +1,7 @@
 """Quantised linear layers in patched models, most with LoRA on top: loss and gradients equal those of a stock model."""
 
+import functools
+
 import pytest
 import torch
 from llama_models import (  # noqa: F401
@@ -14,6 +16,7 @@ from llama_models import (  # noqa: F401
     step,
 )
 from torch import nn
+from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 from liger_ext import apply_liger_kernel_to_llama
 from liger_ext.ops._loss_plan import SMALLEST
@@ -200,6 +203,28 @@ def test_quantised_heads(device, quantise, memory, order, dtype):
         assert_same_float8_steps(stock, model, 6, 48, dtype, memory=memory)
     else:
         assert_same_step(stock, model, make_batch(device, 6, 48), dtype, memory=memory)
+
+
+@pytest.mark.parametrize("saved", [False, True], ids=["while loading", "saved"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_heads_of_models_built_later(tmp_path, device, bits, saved):
+    """The quantiser replaces layers that are exactly nn.Linear, after the model is built."""
+    pytest.importorskip("bitsandbytes")
+    options = {f"load_in_{bits}bit": True, "llm_int8_skip_modules": [], "bnb_4bit_compute_dtype": torch.float32}
+    load = functools.partial(LlamaForCausalLM.from_pretrained, tmp_path, device_map=str(device))
+    build(tie_word_embeddings=False).save_pretrained(tmp_path)
+    config = dict(quantization_config=BitsAndBytesConfig(**options))
+    if saved:
+        load(**config).save_pretrained(tmp_path)
+        config = {}
+    stock = load(**config).train()
+    with apply_liger_kernel_to_llama():
+        model = load(**config).train()
+    assert [type(m) for m in model.modules() if isinstance(m, nn.Linear)] == [
+        type(m) for m in stock.modules() if isinstance(m, nn.Linear)
+    ]
+    assert model.lm_head.weight.dtype == stock.lm_head.weight.dtype != torch.float32
+    assert_same_step(stock, model, make_batch(device), torch.float32)
 
 
 @orders

@@ -73,7 +73,7 @@ def llama(repository):
 
 
 def patched_classes(model):
-    return {type(module).__name__ for module in model.modules() if is_patch(type(module))} - {"Linear"}
+    return {type(module).__name__ for module in model.modules() if is_patch(type(module))}
 
 
 def patched(model, **options):

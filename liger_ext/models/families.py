@@ -11,6 +11,7 @@ with the arguments of each function.
 import importlib
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Iterable
 
 from torch import nn
@@ -24,7 +25,7 @@ from liger_ext.models.modules.as_liger_kernel import mark
 from liger_ext.models.modules.causal_lm import CausalLM, CausalLMInside
 from liger_ext.models.modules.decoder import Attention, DecoderLayer
 from liger_ext.models.modules.experts import Experts
-from liger_ext.models.modules.head import Linear, linear_heads
+from liger_ext.models.modules.head import restore_heads
 from liger_ext.models.modules.loss import MEMORY_LEVELS, causal_lm_cross_entropy
 from liger_ext.models.modules.mlp import MLP
 from liger_ext.models.modules.norms import LayerNorm, Norm
@@ -146,11 +147,10 @@ def apply(
             are_patched = {module: isinstance(module, patch) for module in _taken(patch, modules)}
             rest = _claim_modules(_SWITCHES[kind], switches, are_patched, handle, earlier)
             swap_classes(rest, patch, handle)
+            if kind is CausalLM:
+                handle.callback(restore_heads, weakref.WeakSet(rest))
             if as_liger_kernel:
                 mark(rest, handle)
-        if fused_loss:
-            models = (module for module in modules if isinstance(module, CausalLM))
-            swap_classes([head for model in models for head in linear_heads(model)], Linear, handle)
         heads = [m for m in modules if hasattr(m, "lm_head") and isinstance(m, PreTrainedModel)]
         are_patched = {head: vars(head).get("_loss_function") is causal_lm_cross_entropy for head in heads}
         _replace_loss(_claim_modules("cross_entropy", switches, are_patched, handle, earlier), handle)

@@ -18,14 +18,20 @@ from liger_ext.ops._checks import accumulator
 from liger_ext.ops._loss_devices import device_index
 from liger_ext.ops._loss_plan import Call, head_chunk_rows
 
-# PEFT's adapters that process each row of hidden states independently. (Lily, for one, averages the rows of a call.)
+# The folders of PEFT's adapters that process each row of hidden states independently. Other adapters get all rows: Lily
+# averages the rows of a call, and Poly needs the rows of a sequence together.
 _TUNERS = "peft.tuners."
-_ROW_TUNERS = "lora", "trainable_tokens", "tuners_utils"
+_ROW_TUNERS = """
+    _buffer_dict adalora adamss beft boft c3a deft delora fourierft frod glora gralora hira hra ia3 ln_tuning loha lokr
+    lora lycoris_utils miss osf oft peanut psoft pvera randlora road shira supertuning tinylora trainable_tokens
+    tuners_utils unilora vblora vera waveft
+"""
+_ROW_FOLDERS = frozenset(_ROW_TUNERS.split())
 
 
 def rows_at_a_time(head: nn.Module, hidden_states: Tensor, memory: str | int | None) -> int | None:
     """Returns the number of rows of a chunk of logits; None if all rows must exist at once, or fit."""
-    vocab = getattr(head, "out_features", None)
+    vocab = getattr(getattr(head, "original_module", head), "out_features", None)  # of PEFT's wrappers, or of the head
     if not isinstance(vocab, int) or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return None
     if forward_ad._current_level >= 0 or not all(map(is_called_bare, head.modules())):
@@ -33,7 +39,7 @@ def rows_at_a_time(head: nn.Module, hidden_states: Tensor, memory: str | int | N
     if any(hasattr(parameter, "placements") for parameter in head.parameters()):
         return None
     tuners = {cls.__module__ for m in head.modules() for cls in type(m).__mro__ if cls.__module__.startswith(_TUNERS)}
-    if any(module.split(".")[2] not in _ROW_TUNERS for module in tuners):
+    if any(module.split(".")[2] not in _ROW_FOLDERS for module in tuners):
         return None
     rows, hidden = hidden_states.shape
     dtype, device = hidden_states.dtype, device_index(hidden_states.device)
@@ -90,7 +96,8 @@ class _Chunks(torch.autograd.Function):
         needs_hidden = learns and ctx.needs_input_grad[6]
         wanted = [p for p, needed in zip(parameters, ctx.needs_input_grad[8:], strict=True) if learns and needed]
         dhidden = torch.empty_like(hidden_states) if needs_hidden else None
-        sums = [torch.zeros_like(p, dtype=accumulator(p.dtype)) for p in wanted]
+        # Plain tensors, even if a parameter is not.
+        sums = [torch.zeros(p.shape, dtype=accumulator(p.dtype), device=p.device) for p in wanted]
         outputs = []
         device = hidden_states.device.type
         casts = torch.is_autocast_enabled(device)

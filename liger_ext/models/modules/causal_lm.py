@@ -359,9 +359,8 @@ def _spare_cache(head: nn.Module, arguments: dict[str, object]) -> bool:
         return False
     arguments["use_cache"] = False
     model = operator.attrgetter(head.MODEL)(head)
-    is_checkpointed = any(
-        getattr(m, "gradient_checkpointing", False) for m in (model, getattr(model, "language_model", None))
-    )
+    models = model, getattr(model, "language_model", None)
+    is_checkpointed = any(getattr(m, "gradient_checkpointing", False) for m in models)
     return bool(getattr(head.config.get_text_config(), "use_cache", False)) and not is_checkpointed
 
 
@@ -382,8 +381,7 @@ def _passed_by(stock: type[nn.Module]) -> list[str]:
 
 def _stock_output(stock: type[nn.Module]) -> tuple[type[ModelOutput], list[str]]:
     """Returns a head's output class, and the names of the fields that it copies from its model's output."""
-    text = renamed(source_text(stock.forward) or "")
-    call = re.search(r"return (\w*CausalLMOutput\w*)\((.*)\)$", text, re.MULTILINE)
+    call = re.search(r"return (\w*CausalLMOutput\w*)\((.*)\)$", renamed(source_text(stock.forward) or ""), re.MULTILINE)
     if call is None:
         return CausalLMOutputWithPast, [cache_in(CausalLMOutputWithPast), "hidden_states", "attentions"]
     copied = re.findall(r"\b(\w+)=outputs\.\1\b", call[2])

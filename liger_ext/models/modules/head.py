@@ -1,10 +1,13 @@
 """A language-model head that computes its loss inside its own call.
 
 The fused loss reads the head's weight. Inside the head's call, the hooks of other libraries have prepared the weight:
-FSDP and DeepSpeed gather it before the call, accelerate moves it to its device.
+FSDP and DeepSpeed gather it before the call, accelerate moves it to its device. Only for such a call the head needs a
+class of ours. Until the first one its class stays `nn.Linear`: quantisers replace modules of exactly this class.
 """
 
-from collections.abc import Callable, Iterator
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
@@ -13,7 +16,16 @@ from torch.nn.modules import linear
 from torch.nn.modules.module import _has_any_global_hook
 
 from liger_ext.models.patching.calls import has_torch_call, module_hooks, only_forward_runs
-from liger_ext.models.patching.swap import derives_from, is_fsdp1, replaces, torch_linear_is_intact
+from liger_ext.models.patching.swap import (
+    PatchHandle,
+    derives_from,
+    is_fsdp1,
+    is_plain_tensor,
+    replaces,
+    swap_classes,
+    torch_linear_is_intact,
+)
+from liger_ext.ops._compile import disabled_in_graphs
 
 # loss(hidden_states, weight, bias) -> tensors
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], tuple]
@@ -36,12 +48,31 @@ def loss_caller(head: nn.Module) -> Callable[..., tuple] | None:
     than a linear layer (LoRA, quantised weights), or a user's hook on its call expects logits."""
     path = _path(head)
     inner = path[-1]
-    if not _is_linear(inner) or not torch_linear_is_intact():
+    if not _is_linear(inner) or not _has_plain_weight(inner) or not torch_linear_is_intact():
         return None
     if all(map(only_forward_runs, path)) and not any(map(is_fsdp1, path)):
         return partial(Linear.forward, inner)
-    # Wrappers pass on their arguments.
-    return head if isinstance(inner, Linear) and all(map(_takes_a_loss, path)) else None
+    if not all(map(_takes_a_loss, path)):
+        return None
+    if not isinstance(inner, Linear):
+        _swap_head(inner)
+    return head  # wrappers pass on their arguments
+
+
+_handles: weakref.WeakKeyDictionary[nn.Module, PatchHandle] = weakref.WeakKeyDictionary()  # of swapped heads
+_swapping = threading.Lock()  # the first calls of a model may be simultaneous
+
+
+@disabled_in_graphs
+def _swap_head(head: nn.Module) -> None:
+    with _swapping:
+        swap_classes([head], Linear, _handles.setdefault(head, PatchHandle()))
+
+
+def restore_heads(models: Iterable[nn.Module]) -> None:
+    """Gives the heads of `models` the classes that they had before their first call with a loss."""
+    for head in (head for model in models for head in _inside(model.lm_head)):
+        _handles.pop(head, PatchHandle()).revert()
 
 
 def used_linear(head: nn.Module) -> nn.Linear | None:
@@ -49,11 +80,6 @@ def used_linear(head: nn.Module) -> nn.Linear | None:
     the active adapter of PEFT's ModulesToSaveWrapper trains. None if that module is no linear layer."""
     last = _path(head)[-1]
     return last if _is_linear(last) else None
-
-
-def linear_heads(model: nn.Module) -> Iterator[nn.Module]:
-    """Returns the linear layers that may be the head of `model`."""
-    return filter(_is_linear, _inside(model.lm_head))
 
 
 def head_device(head: nn.Module) -> torch.device | None:
@@ -97,6 +123,13 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and forward in (nn.Linear.forward, Linear.forward)
 
 
+def _has_plain_weight(linear: nn.Module) -> bool:
+    """Returns whether the weight is a plain tensor, or a DTensor, which FSDP2 gathers to a plain one before the call.
+    Also True if the weight is computed (parametrizations, FSDP1)."""
+    weight = linear._parameters.get("weight")
+    return weight is None or is_plain_tensor(weight) or hasattr(weight, "placements")
+
+
 def _takes_a_loss(module: nn.Module) -> bool:
     """Returns whether nothing around the call of `module` reads or changes its result."""
     if _has_any_global_hook() or not has_torch_call(module) or not _hands_on(module):
@@ -104,7 +137,17 @@ def _takes_a_loss(module: nn.Module) -> bool:
     if any(not _is_from(hook, _KNOWN_HOOKS) for kind in module_hooks(module) for hook in kind.values()):
         return False
     state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
-    return getattr(getattr(state, "_mp_policy", None), "output_dtype", None) is None  # a dtype would cast the loss
+    return _keeps_dtype(getattr(state, "_mp_policy", None), module)
+
+
+def _keeps_dtype(policy: object, module: nn.Module) -> bool:
+    """Returns whether FSDP2's policy for `module` leaves the dtype of a loss unchanged. Losses are fp32, or float64 of
+    float64 weights."""
+    output_dtype = getattr(policy, "output_dtype", None)
+    if output_dtype is None:
+        return True
+    weights = (policy.param_dtype,) if policy.param_dtype else (p.dtype for p in module.parameters())
+    return output_dtype == torch.float32 and torch.float64 not in weights
 
 
 def _hands_on(module: nn.Module) -> bool:

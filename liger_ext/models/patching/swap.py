@@ -316,8 +316,8 @@ def _set_class(module: nn.Module, cls: type[nn.Module]) -> bool:
     runs = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
     if runs in module.__dict__ and runs not in followed:
         return False
-    module.__class__ = cls
     module.__dict__.update(followed)
+    module.__class__ = cls
     return True
 
 
