@@ -13,7 +13,11 @@ from .steps import Steps, eager_providers, measured
 from .train import chosen_models
 
 # PEFT keeps adapters of 16-bit weights in fp32; a Trainer with bf16=True then runs the step under autocast.
-ADAPTERS = ("fp32 adapters, autocast", "all in the model's dtype")
+ADAPTERS = {
+    "fp32 adapters, autocast": dict(autocast=True),
+    "all in the model's dtype": {},
+    "nf4 weights, fp32 adapters, autocast": dict(autocast=True, four_bit=True),
+}
 
 
 @dataclass
@@ -30,9 +34,9 @@ def run(settings: suite.Settings) -> Iterator[Lora]:
     if not settings.models:
         models = dict([next(iter(models.items()))])
     cases = [
-        (Lora(model, provider, batch * seq, adapters=adapters), dict(lora=True, autocast=adapters == ADAPTERS[0]))
+        (Lora(model, provider, batch * seq, adapters=adapters), dict(lora=True, **options))
         for model, (_, batch, seq) in models.items()
-        for adapters in ADAPTERS
+        for adapters, options in ADAPTERS.items()
         for provider in eager_providers(settings)
     ]
     return measured(settings, models, cases)

@@ -30,14 +30,17 @@ class Measured:
 
 def measure(
     config: dict, batch: int, seq: int, provider: str, device: str, dtype: str, say: Callable,
-    lora: bool = False, autocast: bool = False,
+    lora: bool = False, autocast: bool = False, four_bit: bool = False,
 ) -> Measured:  # fmt: skip
-    """lora: train only adapters; with autocast they are in fp32, as PEFT initialises them for 16-bit weights."""
+    """lora: train only adapters; with autocast they are in fp32, as PEFT initialises them for 16-bit weights. four_bit:
+    bitsandbytes' nf4 weights, with compressed statistics, in all linear layers but the head."""
     place, kind = torch.device(device), suite.DTYPES[dtype]
     meter = Meter(place)
     empty = 0 if place.type == "cuda" else meter.reset()
     say("building model and data")
     model = models.build(config, place, kind)
+    if four_bit:
+        _quantise(model, kind)
     adapted = _with_adapters(model, autocast) if lora else model
     trained = models.on_request(device)[provider](model)
     if trained is not model:  # compile the base model, because PEFT's wrapper does not call the compiled one
@@ -64,6 +67,19 @@ def measure(
         wait(place)
         samples.append((time.perf_counter() - start) * 1e6)
     return Measured(Timing.from_samples(samples[WARM_UP:]), meter.peak() - empty, loss.item())
+
+
+def _quantise(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    for path, layer in list(model.named_modules()):
+        if isinstance(layer, torch.nn.Linear) and path != "lm_head":
+            sizes = layer.in_features, layer.out_features, layer.bias is not None
+            quantised = Linear4bit(*sizes, compute_dtype=dtype, quant_type="nf4", device="meta")
+            weight = Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4", module=quantised)
+            quantised.weight, quantised.bias = weight, layer.bias
+            model.set_submodule(path, quantised.to(layer.weight.device))
+    model.is_loaded_in_4bit = True  # as from_pretrained sets it: selects PEFT's class for 4-bit layers
 
 
 def _with_adapters(model: torch.nn.Module, autocast: bool) -> torch.nn.Module:
