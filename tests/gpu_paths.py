@@ -116,7 +116,15 @@ WATCHED = [
         for dtype in DTYPES
         for cols in (64, 576, 2048, 3072, 4096, 8192, 16_384, 65_536)
     ),
-    *(Path(op, cols, dtype, "many") for op in CLUSTERED for dtype in DTYPES for cols in (32_768, 131_072)),
+    *(
+        Path(op, cols, dtype, "many")
+        for op in CLUSTERED
+        if op != "group_norm"
+        for dtype in DTYPES
+        for cols in (32_768, 131_072)
+    ),
+    # Four, or two, vectors of each thread in registers.
+    *(Path("group_norm", size // dtype.itemsize, dtype, "many") for dtype in DTYPES for size in (65_536, 81_920)),
     *(Path("softmax", cols, dtype, "many") for dtype in DTYPES for cols in (16_384, 65_536, 151_937)),
     *(
         Path("fused_linear_cross_entropy", cols, dtype, "many", options)

@@ -236,7 +236,7 @@ def test_rows_of_clusters(dtype):
     for op in ("rms_norm", "add_rms_norm", "layer_norm"):
         row_op(op, 2, 33_000 * wide, dtype)
         row_op(op, 2, 33_000 * wide, dtype, weight_dtype=torch.float32 if dtype != torch.float32 else torch.bfloat16)
-    judge("group_norm", RECORDS["group_norm"].inputs(InputFactory(dtype), Size(2, 33_000 * wide)))
+    judge("group_norm", RECORDS["group_norm"].inputs(InputFactory(dtype), Size(1, 150_016 * wide)))
     row_op("softmax", 40, 16 * wide, dtype)
     fused_loss(1, 130_000 * wide, dtype, hidden=2)
     for vectors in (18_000, 22_000):
@@ -266,8 +266,10 @@ def test_every_kernel_has_run():
     """Checks that the tests of this process, of which this is the last, launched every kernel."""
     found = launches()
     idle = [name for name, count in found.items() if count == 0]
-    if ahead_target():  # instances with four vectors per thread run on devices without clusters
+    if ahead_target():  # two instances of the norms' backward run only on devices without clusters: with four vectors
+        # per thread, and with a residual, whose rows overlap on the others
         idle = [name for name in idle if instances.instance_key(name)[1][1:] != (4, 512)]
+        idle = [name for name in idle if not name.endswith("2, 512, false, true>")]
     assert found and not idle, "\n".join(idle)
     assert {instances.instance_key(name) for name in found} == instances.table(ahead=ahead_target()).keys()
     instances_of = defaultdict(list)

@@ -122,10 +122,11 @@ def reduction_bytes(values: int, cluster: int = 1) -> int:
 
 def sum_columns(launch, call) -> None:
     plan, sums = launch.plan, max(1, len(call["record"].parameters)) if call["bias"] else 1
+    vec, cols = launch.instance[0], launch.cols // sums
     assert plan.grid % sums == 0 and is_pow2(plan.threads_per_row) and plan.block % plan.threads_per_row == 0
-    assert launch.cols % sums == 0
-    check_tiles(plan.grid // sums, plan.threads_per_row, launch.cols // sums)
-    assert plan.block % plan.warp == 0 and plan.smem >= 4 * plan.block
+    assert launch.cols % sums == 0 and cols % vec == 0
+    check_tiles(plan.grid // sums, plan.threads_per_row * vec, cols)
+    assert plan.block % plan.warp == 0 and plan.smem >= 4 * vec * plan.block
 
 
 def row_tiles(launch, k: int) -> None:

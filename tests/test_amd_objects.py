@@ -48,7 +48,8 @@ STREAMS = {
 }
 
 # Kernels that exchange values between lanes through LDS on RDNA, too, because their masks are run-time values.
-THROUGH_LDS = {"CountTargets", "SumLosses", "SumColumns", "GroupNormBackwardRegisters", "GroupNormBackwardSums"}
+THROUGH_LDS = {"CountTargets", "SumLosses", "SumColumns"}
+THROUGH_LDS |= {"GroupNormBackwardRegisters", "GroupNormBackwardHeld", "GroupNormBackwardSums"}
 
 pytestmark = [
     pytest.mark.skipif(not objects.HIP_LIBRARY.exists(), reason="there is no HIP build: tests/compile_gpu.sh hip"),

@@ -126,7 +126,7 @@ def build(model_type, device="cpu"):
         model_type, **({"text_config": PASSED_CONFIGS[model_type]} if model_type in PASSED_CONFIGS else {})
     )
     text = config.get_text_config()
-    keeps_rope = {"full_attention", "partial_rotary_factor"} & {*(text.rope_parameters or {})}
+    keeps_rope = model_type == "fuyu" or "full_attention" in (text.rope_parameters or {})
     if model_type not in PASSED_CONFIGS:
         fill(text, {k: v for k, v in TEXT.items() if k != "rope_parameters" or not keeps_rope})
     if text.pad_token_id is None:

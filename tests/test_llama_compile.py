@@ -319,8 +319,8 @@ def test_without_a_graph_no_mask_is_made_either(monkeypatch):
     """transformers would read position_ids to find that no mask is needed, which synchronises with a GPU."""
     batch, calls = make_batch("cpu"), []
     utilities = sys.modules[modeling_llama.create_causal_mask.__module__]
+    model = patched(build().train())  # before the replacement, because changed code is not known
     monkeypatch.setattr(utilities, "find_packed_sequence_indices", calls.append)
-    model = patched(build().train())
     model(**batch).loss.backward()
     assert not calls
     model(**batch, position_ids=PACKED, use_cache=False)

@@ -9,7 +9,7 @@
 namespace liger::gpu {
 
 struct PartialSums {
-  const float* data;  // [rows, stride]
+  const float* data;  // [rows, stride]; both multiples of four floats if the numbers of columns of all totals are multiples of four
   int64_t rows, stride;
 };
 

@@ -31,7 +31,7 @@ launch::GroupNormLaunches launches(const GroupNormBackward& a, Stream stream) {
 
 // Returns the floats of the workspace for parts of rows: two for each part, or none if rows are not cut into parts.
 int64_t part_floats(const launch::GroupNormLaunches& config) {
-  return config.apply.kernel ? 2 * config.main.rows * config.parts.per_row : 0;
+  return config.apply.kernel ? launch::round_up(2 * config.main.rows * config.parts.per_row, 4) : 0;
 }
 
 }  // namespace
@@ -54,14 +54,16 @@ void group_norm_forward(const GroupNormForward& a, Stream stream) {
                                   .eps = float(a.eps),
                                   .partial = static_cast<float*>(a.workspace),
                                   .parts = config.parts,
-                                  .threads_per_row = plan.threads_per_row};
+                                  .threads_per_row = plan.threads_per_row,
+                                  .shared_offset = plan.shared_offset};
   dispatch(a.x.dtype, [&](auto tag) {
     using T = decltype(tag);
-    if (!config.apply.kernel) {
-      with_instance<launch::group_norm_registers, fits<T>>(
+    if (config.main.is(launch::group_norm_registers))
+      return with_instance<launch::group_norm_registers, fits<T>>(
           config.main, [&]<Instance I>() { launch<GroupNormRegisters<T, I.vec, I.k>>(config.main, args, stream); });
-      return;
-    }
+    if (config.main.is(launch::group_norm_held))
+      return with_instance<launch::group_norm_held, fits<T>>(
+          config.main, [&]<Instance I>() { launch<GroupNormHeld<T, I.vec, I.k>>(config.main, args, stream); });
     with_instance<launch::group_norm_moments, fits<T>>(
         config.main, [&]<Instance I>() { launch<GroupNormMoments<T, I.vec>>(config.main, args, stream); });
     with_instance<launch::group_norm_apply, fits<T>>(config.apply,
@@ -91,14 +93,16 @@ void group_norm_backward(const GroupNormBackward& a, Stream stream) {
                                    .row_sums = row_sums,
                                    .partial = partial,
                                    .parts = config.parts,
-                                   .threads_per_row = plan.threads_per_row};
+                                   .threads_per_row = plan.threads_per_row,
+                                   .shared_offset = plan.shared_offset};
   dispatch(a.x.dtype, [&](auto tag) {
     using T = decltype(tag);
-    if (!config.apply.kernel) {
-      with_instance<launch::group_norm_backward_registers, fits<T>>(
+    if (config.main.is(launch::group_norm_backward_registers))
+      return with_instance<launch::group_norm_backward_registers, fits<T>>(
           config.main, [&]<Instance I>() { launch<GroupNormBackwardRegisters<T, I.vec, I.k>>(config.main, args, stream); });
-      return;
-    }
+    if (config.main.is(launch::group_norm_backward_held))
+      return with_instance<launch::group_norm_backward_held, fits<T>>(
+          config.main, [&]<Instance I>() { launch<GroupNormBackwardHeld<T, I.vec, I.k>>(config.main, args, stream); });
     with_instance<launch::group_norm_backward_sums, fits<T>>(
         config.main, [&]<Instance I>() { launch<GroupNormBackwardSums<T, I.vec>>(config.main, args, stream); });
     if (a.dx.data)

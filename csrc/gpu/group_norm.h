@@ -63,25 +63,59 @@ LIGER_DEVICE void load_channels(float (&out)[K], const Vector& parameter, float 
   });
 }
 
-// The sums of dy * n and of dy of each channel. Shared memory holds a pair of sums for each vector of the block; total() adds up the pairs
-// of each channel.
+// The parameters of the channels of a block's rows, as floats in shared memory. The block loads them together with its rows, so that it
+// does not wait for them after the reductions. A barrier of the block must follow before they are read.
+template <int Parameters> struct ChannelTable {
+  Shared<float> values;  // [Parameters][count]
+  int count;             // channels of all rows of the block
+
+  // channel_at(i): the number of the ith channel in its sample, or -1 where there is none. offset: in shared memory, in bytes. missing: the
+  // values of absent parameters.
+  template <class F>
+  LIGER_DEVICE ChannelTable(int count, int offset, const Vector (&parameters)[Parameters], const float (&missing)[Parameters], F channel_at)
+      : values(shared<float>(offset)), count(count) {
+#pragma unroll
+    for (int n = 0; n < Parameters; ++n) {
+      const int skipped = n * warp_width();  // other warps load the next parameter, so that no thread waits twice
+#pragma unroll 1
+      for (int i = thread_id() - skipped + (thread_id() < skipped ? block_threads() : 0); i < count; i += block_threads()) {
+        const int64_t channel = channel_at(i);
+        const bool present = parameters[n].data != nullptr && channel >= 0;
+        values[n * count + i] = present ? load_one(parameters[n].data, parameters[n].dtype, channel) : missing[n];
+      }
+    }
+  }
+  LIGER_DEVICE float operator()(int parameter, int i) const { return values[parameter * count + i]; }
+};
+// Returns ChannelTable's channel_at() for a block of several rows, of which the first is `first_row`.
+LIGER_DEVICE auto block_channels(const GroupNormRow& shape, int64_t first_row, int64_t rows) {
+  return [&shape, first_row, rows](int i) -> int64_t {
+    const int line = i / int(shape.channels);
+    const int64_t row = first_row + line;
+    return row < rows ? shape.first_channel(row) + (i - line * int(shape.channels)) : -1;
+  };
+}
+
+// The sums of dy * n and of dy of each channel. Shared memory holds a pair of sums for each vector of the block, from `offset` on; total()
+// adds up the pairs of each channel.
 struct ChannelSums {
-  static constexpr int offset(int cluster) { return launch::reduction_bytes(2, cluster); }
   Shared<Vec<float, 2>> pairs;
 
-  LIGER_DEVICE explicit ChannelSums(int cluster = 1) : pairs(shared<Vec<float, 2>>(offset(cluster))) {}
+  LIGER_DEVICE explicit ChannelSums(int offset) : pairs(shared<Vec<float, 2>>(offset)) {}
 
-  // Adds up the pairs of `lines` rows with `channels` channels each. Row `line` has its pairs from line * pitch on, one for each of the
-  // row's vectors [begin, end); other blocks have the other vectors. Channel nth has `length` vectors, from vector nth * length of the row
-  // on. One thread per channel calls store(line, nth, sums). All threads of the block must call total() together.
-  template <class F> LIGER_DEVICE void total(int lines, int pitch, int channels, int length, int begin, int end, F store) const {
+  // Adds up the pairs of `lines` rows with `channels` channels each, from channel first_channel of the row on. Row `line` has its pairs
+  // from line * pitch on, one for each of the row's vectors [begin, end); other blocks have the other vectors. Channel nth has `length`
+  // vectors, from vector nth * length of the row on. One thread per channel calls store(line, nth, sums). All threads of the block must
+  // call total() together.
+  template <class F>
+  LIGER_DEVICE void total(int lines, int pitch, int first_channel, int channels, int length, int begin, int end, F store) const {
     const int lanes = length >= warp_width() ? warp_width() : length <= 1 ? 1 : 2 << highest_bit(length - 1);  // lanes that share a channel
     const int lane_groups = block_threads() >> highest_bit(lanes), lane_group = thread_id() >> highest_bit(lanes),
               lane = thread_id() & (lanes - 1);
     block_barrier();
     for (int at = 0; at < lines * channels; at += lane_groups) {  // all threads execute the same number of iterations
-      const int all = at + lane_group, line = all / channels, nth = all - line * channels;
-      const bool live = line < lines;
+      const int all = at + lane_group, line = lines == 1 ? 0 : all / channels, nth = first_channel + all - line * channels;
+      const bool live = all < lines * channels;
       float sums[2] = {};
       const int first = nth * length, last = first + length;
       for (int v = (first > begin ? first : begin) + lane; live && v < (last < end ? last : end); v += lanes) {

@@ -64,6 +64,22 @@ template <class T, int VEC, int K, int N = 1, bool Limited = false> struct HeldV
     for_each_in_registers(f);
     for_each_in_shared(f);
   }
+  // Calls f(columns, vectors) for several vectors of each matrix at a time: first for the K in registers, then for B at a time of those in
+  // shared memory. Vectors past the end of the row are undefined.
+  template <int B, class F> LIGER_DEVICE void for_each_batch(F&& f) const {
+    f(columns, in_registers);
+#pragma unroll 1
+    for (int first = K; columns.has(first); first += B) {
+      wait_for_copies(0);
+      Vector batch[N][B];
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int k = 0; k < B; ++k)
+          if (columns.has(first + k)) batch[n][k] = *place(n, first + k);
+      f(columns.template from<B>(first), batch);
+    }
+  }
 
   // Forces the compiler to widen the elements again, instead of keeping them in twice as many registers between the passes.
   LIGER_DEVICE void forget_widened() {

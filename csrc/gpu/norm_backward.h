@@ -91,6 +91,9 @@ template <int VEC, int K, bool Centered> struct NormBackwardSums {
 template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> struct NormBackwardRegisters {
   using Args = NormBackwardArgs;
   static constexpr bool in_warps = Threads == launch::whole_warps;
+  // Whether a row's dz is computed behind the sums of the next row, so that the exchange between a row's warps takes place meanwhile.
+  static constexpr bool overlaps_rows = Threads == launch::overlapped_rows;
+  static constexpr int block_row = overlaps_rows ? 512 : in_warps ? 0 : Threads;  // threads of a row in a block; 0: set by the plan
   static constexpr int max_threads = launch::norm_backward_registers.instance(VEC, K, Threads).max_threads;
   static constexpr int min_blocks = 1;  // a thread may have as many registers as there are
   // Four vectors and their sums take almost all registers.
@@ -98,16 +101,17 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
   // Whether a row stays in shared memory until its dz is computed, because registers do not hold it.
   static constexpr bool reads_twice = has_async_copies && launch::norm_backward_reads_twice(Centered, VEC, K);
   // Plans use four vectors of 16 bytes per thread only on devices without bulk copies, and three only on devices with them.
-  static constexpr bool is_used = has_bulk_copies ? !has_few_registers : K != 3;
+  static constexpr bool is_used = has_bulk_copies ? !has_few_registers : K != 3 && !overlaps_rows;
 
   static LIGER_DEVICE void run(const Args& a) {
     if constexpr (is_used && has_few_registers) walk_with_few_registers(a);
+    else if constexpr (is_used && overlaps_rows) walk_overlapped(a);
     else if constexpr (is_used) walk(a);
   }
 
  private:
   enum { dy, z, dsum, inputs = Residual ? 3 : 2 };
-  using Group = std::conditional_t<in_warps, RowWarps<false>, BasicRowGroup<in_warps ? 0 : Threads, true, Threads == 0>>;
+  using Group = std::conditional_t<in_warps, RowWarps<false>, BasicRowGroup<block_row, true, Threads == 0>>;
   using Tile = Columns<VEC, K>;
   using Sums = NormBackwardSums<VEC, K, Centered>;
   using Inputs = Packed<T, VEC>[inputs][K];
@@ -119,7 +123,7 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
   using RowSums = float[Centered ? 2 : 1];  // over a row's columns: of g * n and, for LayerNorm, of g
   // Whether the rows of a block may execute different numbers of iterations: false where a warp may have several rows, or the rows share a
   // barrier.
-  static constexpr bool independent_rows = Threads >= 512 || (in_warps && has_group_barriers);
+  static constexpr bool independent_rows = block_row == 512 || (in_warps && has_group_barriers);
 
   static LIGER_DEVICE void walk(const Args& a) {
     // The last argument: whether to use asynchronous copies (Ampere, Ada). LayerNorm computes more per element, and is slower with them.
@@ -163,6 +167,72 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
     }
     let_next_kernel_start();
     if (a.partial) sums.store(a, group, columns);
+  }
+
+  // walk() for rows with a block or cluster to themselves, which computes the sums of the next row between both steps of an exchange. It
+  // computes g twice, because registers for it would cost more.
+  static LIGER_DEVICE void walk_overlapped(const Args& a) {
+    static_assert(independent_rows);
+    using Stream = RowStream<Group, T, VEC, K, inputs, 2, !Centered>;
+    Group group(a.threads_per_row);
+    const Tile columns = warp_columns<VEC, K>(group, a.cols);
+    const int64_t step = a.row_step;
+    int64_t row = group.first_row();
+    Stream stream(group, steps(a, row), a.stages, a.ring_offset);
+    const Weights weights(a, columns);
+    T* dz = opaque(static_cast<T*>(a.dz.data) + (row * a.dz.stride + columns.first));
+    Sums sums;
+    Inputs in;
+    RowSums row_sums;
+    Statistics row_statistics = statistics(a, row), next = statistics(a, row + step);
+    const auto take = [&](const Statistics& current_statistics) {
+      stream.take(in);
+      if (a.stages == 1) stream.release();  // as in walk()
+      Parts parts;
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        float g[VEC];
+        weights.multiply(g, in[dy][k], k);
+        add(sums, parts, k, g, vectors_at(in, k), current_statistics);
+      }
+      parts.total(row_sums);
+      if (a.stages > 1) stream.release();
+      forget_widened(in);
+    };
+    if (row < a.rows) take(row_statistics);
+    if (row < a.rows && a.dz.data) group.begin_sum(row_sums);
+    for (; row < a.rows; row += step, dz += step * a.dz.stride) {
+      const Statistics current_statistics = row_statistics;
+      RowSums current_sums;
+      Inputs current;
+      copy(current, in);
+#pragma unroll
+      for (int n = 0; n < (Centered ? 2 : 1); ++n) current_sums[n] = row_sums[n];
+      const bool more = row + step < a.rows;
+      if (more) {
+        row_statistics = next;
+        next = statistics(a, row + 2 * step);
+        take(row_statistics);
+      }
+      if (a.dz.data == nullptr) continue;
+      group.end_sum(current_sums);
+      if (more) group.begin_sum(row_sums);
+      const Gradient gradient(current_statistics, current_sums, a.inverse_cols);
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        float g[VEC];
+        weights.multiply(g, current[dy][k], k);
+        if (columns.has(k)) store<Hint::stream>(dz + k * columns.step, gradient(g, vectors_at(current, k)));
+      }
+    }
+    let_next_kernel_start();
+    if (a.partial) sums.store(a, group, columns);
+  }
+  LIGER_DEVICE static void copy(Inputs& to, const Inputs& from) {
+#pragma unroll
+    for (int n = 0; n < inputs; ++n)
+#pragma unroll
+      for (int k = 0; k < K; ++k) to[n][k] = from[n][k];
   }
 
   // walk() with few registers. Each row is read twice, vector by vector: for its sums, and for dz. Both readings load the weights and

@@ -234,7 +234,7 @@ template <class T, int VEC, int K, int Threads, NormForwardKind Kind> struct Nor
   using Parameters = NormParameters<T, VEC, K, Kind, (K <= 4 || (clusters && !Centered))>;
   using Group = std::conditional_t<in_warps, RowWarps<true>, BasicRowGroup<in_lanes ? Threads : 0, clusters>>;
   static constexpr int max_threads = launch::norm_forward_registers.instance(VEC, K, Threads).max_threads,
-                       min_blocks = in_warps   ? launch::forward_warps_blocks
+                       min_blocks = in_warps   ? launch::forward_warps_blocks(Kind)
                                     : in_lanes ? launch::forward_lanes_blocks
                                     : clusters ? launch::cluster_blocks(Kind)
                                                : 1;

@@ -60,16 +60,17 @@ template <int Threads, bool Clusters, bool RowBarriers = false> struct BasicRowG
       butterfly(v, threads_per_row, combine);
       if (threads_per_row <= warp_width()) return;
     }
-    if (in_cluster()) exchange_in_cluster(v, combine);
-    else exchange(v, combine);
-    ++turn;
+    post(v);
+    collect(v, combine);
   }
-  template <int N> LIGER_DEVICE void sum(float (&v)[N]) {
-    reduce(v, [](float (&a)[N], const float (&b)[N]) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) a[i] += b[i];
-    });
+  template <int N> LIGER_DEVICE void sum(float (&v)[N]) { reduce(v, added<N>); }
+  // sum() in two steps, for rows of several whole warps. Between them the thread may do other work, but no other reduction.
+  template <int N> LIGER_DEVICE void begin_sum(float (&v)[N]) {
+    static_assert(whole_warps);
+    butterfly(v, warp_width(), added<N>);
+    post(v);
   }
+  template <int N> LIGER_DEVICE void end_sum(float (&v)[N]) { collect(v, added<N>); }
   LIGER_DEVICE float sum(float v) {
     float one[1] = {v};
     sum(one);
@@ -83,6 +84,10 @@ template <int Threads, bool Clusters, bool RowBarriers = false> struct BasicRowG
   }
 
  private:
+  template <int N> LIGER_DEVICE static void added(float (&a)[N], const float (&b)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) a[i] += b[i];
+  }
   LIGER_DEVICE void use_cluster() {
     index = cluster_rank() * block_threads() + thread_id();
     row_in_block = 0;
@@ -94,13 +99,23 @@ template <int Threads, bool Clusters, bool RowBarriers = false> struct BasicRowG
     }
     cluster_arrive();
   }
-  // Combines the values of a row's warps through shared memory.
-  template <int N, class F> LIGER_DEVICE void exchange(float (&v)[N], F combine) {
-    const int warps = (Threads > 0 ? Threads : threads_per_row) / warp_width();
+  // The first step of an exchange between the warps of a row: writes this warp's values to shared memory or, in a cluster, sends them.
+  template <int N> LIGER_DEVICE void post(const float (&v)[N]) {
+    if (in_cluster()) return post_in_cluster(v);
     const Shared<float> buffer = shared<float>(mbarrier_bytes + (turn & 1) * N * 32 * int(sizeof(float)));
     if (lane_id() == 0)
 #pragma unroll
       for (int i = 0; i < N; ++i) buffer[i * 32 + warp_id()] = v[i];
+  }
+  // The second step: waits for the values of all warps of the row, and combines them.
+  template <int N, class F> LIGER_DEVICE void collect(float (&v)[N], F combine) {
+    if (in_cluster()) collect_in_cluster(v, combine);
+    else collect_in_block(v, combine);
+    ++turn;
+  }
+  template <int N, class F> LIGER_DEVICE void collect_in_block(float (&v)[N], F combine) {
+    const int warps = (Threads > 0 ? Threads : threads_per_row) / warp_width();
+    const Shared<float> buffer = shared<float>(mbarrier_bytes + (turn & 1) * N * 32 * int(sizeof(float)));
     if (!RowBarriers || rows_in_block == 1) block_barrier();
     else group_barrier(row_in_block, threads_per_row);
     const int at = row_in_block * warps + (lane_id() & (warps - 1));
@@ -108,17 +123,25 @@ template <int Threads, bool Clusters, bool RowBarriers = false> struct BasicRowG
     for (int i = 0; i < N; ++i) v[i] = buffer[i * 32 + at];
     butterfly(v, warps, combine);
   }
-  template <int N, class F> LIGER_DEVICE void exchange_in_cluster(float (&v)[N], F combine) {
-    const int warps = threads_per_row / warp_width(), cluster = cluster_blocks(), pitch = 32 * cluster, buffer_index = turn & 1;
-    const Shared<float> buffer = shared<float>(mbarrier_bytes + buffer_index * N * pitch * int(sizeof(float)));
-    const Shared<Mbarrier> mbarrier = shared<Mbarrier>(0) + buffer_index;
+  // In a cluster: the buffer of the current turn, which has 32 floats for each block and value.
+  template <int N> LIGER_DEVICE Shared<float> cluster_buffer() const {
+    return shared<float>(mbarrier_bytes + (turn & 1) * N * 32 * cluster_blocks() * int(sizeof(float)));
+  }
+  template <int N> LIGER_DEVICE void post_in_cluster(const float (&v)[N]) {
+    const int warps = threads_per_row / warp_width(), cluster = cluster_blocks(), pitch = 32 * cluster;
+    const Shared<float> buffer = cluster_buffer<N>();
+    const Shared<Mbarrier> mbarrier = shared<Mbarrier>(0) + (turn & 1);
     if (entering) cluster_wait();
     entering = false;
     if (thread_id() == 0) expect_bytes(mbarrier, warps * N * int(sizeof(float)));
     if (lane_id() < cluster)
 #pragma unroll
       for (int i = 0; i < N; ++i) send(&buffer[i * pitch + index / warp_width()], mbarrier, lane_id(), v[i]);
-    wait_for_phase(mbarrier, turn / 2 & 1);
+  }
+  template <int N, class F> LIGER_DEVICE void collect_in_cluster(float (&v)[N], F combine) {
+    const int warps = threads_per_row / warp_width(), pitch = 32 * cluster_blocks();
+    const Shared<float> buffer = cluster_buffer<N>();
+    wait_for_phase(shared<Mbarrier>(0) + (turn & 1), turn / 2 & 1);
     const int at = lane_id() & (warps - 1);
 #pragma unroll
     for (int i = 0; i < N; ++i) v[i] = buffer[i * pitch + at];
@@ -249,26 +272,24 @@ template <class T, int VEC> LIGER_DEVICE float vector_mean(const Packed<T, VEC>&
 // call `mean` is an estimate: one of the row's values, or the mean of some. Sums are relative to the estimate. If the estimate is so far
 // from the row's mean that the variance has lost digits by cancellation, a second pass follows, relative to the mean that the first pass
 // found. Rows that share a block share its barrier, so all of them take the same number of passes: one if they have 16 bits and at most
-// 8,192 columns, where the loss of digits is too small to matter, and two otherwise. AlwaysTwice: every row takes two passes. `a` has the
-// row's cols and inverse_cols.
-template <bool AlwaysTwice = false, class T, int VEC, int K, class Group, class Args>
-LIGER_DEVICE void held_moments(Group& group, const Columns<VEC, K>& columns, const Packed<T, VEC> (&x)[K], const Args& a, float& mean,
-                               float& variance) {
+// 8,192 columns, where the loss of digits is too small to matter, and two otherwise. AlwaysTwice: every row takes two passes.
+// for_each(f) calls f(x) for each vector x of the thread. `a` has the row's cols and inverse_cols.
+template <class T, int VEC, bool AlwaysTwice = false, class Group, class Each, class Args>
+LIGER_DEVICE void held_moments(Group& group, Each for_each, const Args& a, float& mean, float& variance) {
   // The limit of (mean - estimate)^2 / variance above which too many digits are lost. For fp32 2.25 was too much: the error was larger than
   // PyTorch's.
   constexpr float cancellation_limit = sizeof(T) == 2 ? 256 : 1;
 #pragma unroll 1
   for (int pass = 0; pass < 2; ++pass) {
     float sums[2] = {};
+    for_each([&](const Packed<T, VEC>& x) {
 #pragma unroll
-    for (int k = 0; k < K; ++k)
-      if (columns.has(k))
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) {
-          const float deviation = x[k][i] - mean;
-          sums[0] += deviation;
-          sums[1] += deviation * deviation;
-        }
+      for (int i = 0; i < VEC; ++i) {
+        const float deviation = x[i] - mean;
+        sums[0] += deviation;
+        sums[1] += deviation * deviation;
+      }
+    });
     group.sum(sums);
     const float shift = sums[0] * a.inverse_cols;
     mean += shift;
@@ -277,6 +298,17 @@ LIGER_DEVICE void held_moments(Group& group, const Columns<VEC, K>& columns, con
     if (group.rows_per_block() == 1 ? !(shift * shift > cancellation_limit * variance) : sizeof(T) == 2 && a.cols <= 8192) break;
   }
   if (variance < 0) variance = 0;  // by rounding; NaN stays
+}
+// The same for vectors in an array.
+template <bool AlwaysTwice = false, class T, int VEC, int K, class Group, class Args>
+LIGER_DEVICE void held_moments(Group& group, const Columns<VEC, K>& columns, const Packed<T, VEC> (&x)[K], const Args& a, float& mean,
+                               float& variance) {
+  const auto for_each = [&](auto f) {
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+      if (columns.has(k)) f(x[k]);
+  };
+  held_moments<T, VEC, AlwaysTwice>(group, for_each, a, mean, variance);
 }
 
 }  // namespace liger::gpu

@@ -3,6 +3,7 @@
 #include "launch/losses.h"
 
 #include <algorithm>
+#include <cmath>
 
 namespace liger::launch {
 namespace {
@@ -40,6 +41,18 @@ std::optional<Launch> held(const DeviceProfile& device, const LogitsShape& shape
   return Launch{&kernel, kernel.instance(shape.vec, registers), shape.rows, shape.vocab, plan, in_place};
 }
 
+// The threads of a row in the forward, or 0 for plan_logits()'s choice: twice as many as a block of a single row has, where blocks of that
+// size would leave much of the device idle while the last ones run. 64 registers of a thread limit how many blocks run at a time.
+int forward_threads(const DeviceProfile& device, const LogitsShape& shape) {
+  const auto used = [&](int threads) {  // the share of the device that blocks use, on average over their rounds
+    const double rounds = double(shape.rows) * threads * 64 / (double(device.multiprocessors) * device.registers_per_multiprocessor);
+    return rounds / std::ceil(rounds);
+  };
+  const int small = logits_row_threads, large = 2 * small;
+  const bool full_rows = shape.rows >= 4 * device.multiprocessors && shape.vocab / shape.vec >= 8 * large;
+  return full_rows && used(large) > 1.1 * used(small) ? large : 0;  // between 1 and 1.1 small blocks are faster (docs/measurements.md)
+}
+
 LaunchPlan plan_rows(const DeviceProfile& device, const LogitsShape& shape, bool stash, const Knobs& knobs) {
   const LaunchPlan plan = plan_logits(device, shape.rows, shape.vocab, shape.element_bytes, shape.vec, reduction_bytes(2), stash, knobs);
   check_threads(device, plan);
@@ -50,7 +63,9 @@ LaunchPlan plan_rows(const DeviceProfile& device, const LogitsShape& shape, bool
 
 Launch cross_entropy_forward(const DeviceProfile& device, const LogitsShape& shape, bool after_counts, const Knobs* passed_knobs) {
   constexpr Tunable tunable = "cross_entropy";
-  LaunchPlan plan = plan_rows(device, shape, false, chosen_knobs(passed_knobs, device, {tunable.id, shape.vec, shape.rows, shape.vocab}));
+  Knobs knobs = chosen_knobs(passed_knobs, device, {tunable.id, shape.vec, shape.rows, shape.vocab});
+  if (knobs.threads == 0) knobs.threads = forward_threads(device, shape);
+  LaunchPlan plan = plan_rows(device, shape, false, knobs);
   plan.pdl = device.bulk_copies && after_counts;
   const bool whole_blocks = plan.block == logits_row_threads && plan.threads_per_row == plan.block;
   const int threads = whole_blocks && shape.vec > 1 && !shape.full ? logits_row_threads : 0;

@@ -22,8 +22,8 @@ Launch partial_columns(const DeviceProfile& device, int64_t rows, int64_t cols, 
 }
 
 Launch sum_columns(const DeviceProfile& device, int64_t partial_rows, int64_t first_cols, int64_t second_cols) {
-  return {&sum_columns_kernel, sum_columns_kernel.instance(), partial_rows, first_cols + second_cols,
-          plan_column_sum(device, partial_rows, first_cols, second_cols)};
+  const LaunchPlan plan = plan_column_sum(device, partial_rows, first_cols, second_cols);
+  return {&sum_columns_kernel, sum_columns_kernel.instance(plan.vec), partial_rows, first_cols + second_cols, plan};
 }
 
 Launch product(const DeviceProfile& device, int64_t factors) {

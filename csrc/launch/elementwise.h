@@ -30,7 +30,7 @@ inline constexpr Kernel partial_columns_kernel("PartialColumns", Instance{indepe
 Launch partial_columns(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
 
 // Adds up partial rows, whose columns come in two groups (dweight's and dbias's).
-inline constexpr Kernel sum_columns_kernel("SumColumns", Instance{independent_threads});
+inline constexpr Kernel sum_columns_kernel("SumColumns", Instance{independent_threads, 1}, Instance{independent_threads, 4});
 Launch sum_columns(const DeviceProfile&, int64_t partial_rows, int64_t first_cols, int64_t second_cols);
 
 // The kernel of scalar_product() (kernels/elementwise.h), one block. factors: the number of ScalarProduct::factors, 1 if there are none.

@@ -1,5 +1,7 @@
 #include "launch/group_norm.h"
 
+#include <optional>
+
 #include "launch/elementwise.h"
 #include "launch/op_plans.h"
 
@@ -45,27 +47,99 @@ Launch over_parts(const DeviceProfile& device, const Kernel& kernel, const Group
   check_threads(device, plan);
   return {&kernel, kernel.instance(vec), shape.rows, shape.cols, plan};
 }
+// Lets a kernel start while the one before it still runs: it loads its first values before it waits for that kernel's sums.
+Launch after(const DeviceProfile& device, Launch second) {
+  second.plan.pdl = device.bulk_copies;
+  return second;
+}
 
-// The plan of a row in the registers of a block, or of a cluster of blocks if a block cannot hold the row, or if few long rows would leave
-// multiprocessors idle. Knobs do not increase the number of blocks that share a row, because the workspace for sums of channels depends on
-// it.
-LaunchPlan held(const DeviceProfile& device, const GroupNormRows& shape, int vec, int max_k, const Knobs& knobs) {
+// How a kernel holds rows that registers alone do not hold.
+struct Holding {
+  const Kernel& kernel;
+  int inputs;      // tensors whose vectors it holds: x; or dy and x
+  int parameters;  // whose values for each channel are in shared memory: weight and bias; or the weight
+  int pair_bytes;  // bytes of shared memory for each vector: two sums
+};
+
+// The plan of a row of `holding.kernel` that `cluster` blocks of `block` threads share. Returns nothing if shared memory has too little
+// room for it. A multiprocessor's shared memory is divided among the blocks that its registers have room for: 1,024 threads.
+std::optional<LaunchPlan> shared_by(const DeviceProfile& device, const GroupNormRows& shape, int vec, const Holding& holding, int cluster,
+                                    int block, int k) {
+  if (block > device.max_block_threads || (cluster > 1 && persistent_clusters(device, cluster, 1) == 0)) return std::nullopt;
+  const int64_t vectors = ceil_div(ceil_div(shape.cols / vec, cluster), block);  // of a thread
+  LaunchPlan plan;
+  plan.warp = device.warp;
+  plan.vec = vec;
+  plan.k = k;
+  plan.block = block;
+  plan.cluster = cluster;
+  plan.threads_per_row = cluster * block;
+  const int64_t slots = std::max<int64_t>(0, vectors - plan.k), most = shared_room(device, std::clamp(1024 / block, 1, 4));
+  const int64_t pairs = round_up(vectors, plan.k) * holding.pair_bytes * block;
+  const int64_t table = channel_table_bytes(1, shape.cols / shape.channel, holding.parameters);
+  const int64_t offset = round_up(reduction_bytes(2, cluster) + table + pairs, 16);
+  if (offset + slots * block * holding.inputs * 16 > most) return std::nullopt;
+  plan.slots = static_cast<int>(slots);
+  plan.shared_offset = static_cast<int>(offset);
+  plan.smem = static_cast<int>(offset + slots * block * holding.inputs * 16);
+  plan.grid = checked_grid(shape.rows * cluster);
+  return plan;
+}
+
+// The shared memory of the kernel for rows in registers, which has up to group_norm_k vectors per thread.
+int64_t registers_bytes(const LaunchPlan& plan, const GroupNormRows& shape, const Holding& holding) {
+  const int64_t table = channel_table_bytes(plan.block / plan.threads_per_row, shape.cols / shape.channel, holding.parameters);
+  return reduction_bytes(2) + table + int64_t{plan.block} * plan.k * holding.pair_bytes;
+}
+
+// The plan of a row that a block, or a cluster of blocks, holds in registers or in registers and shared memory. A cluster shares a row that
+// a block cannot hold, and few long rows, which would leave multiprocessors idle.
+LaunchPlan plan_held(const DeviceProfile& device, const GroupNormRows& shape, int vec, const Holding& holding, const Knobs& knobs) {
   constexpr int64_t long_row = 2048;  // vectors
-  const RowTiling tiling{.vec = vec, .max_k = vec == 1 ? 4 : max_k, .max_block = 512, .k = 4};
-  const auto plan = [&](const Knobs& with) { return plan_row_forward(device, shape.rows, shape.cols, tiling, with); };
-  const auto too_large = [](const LaunchPlan& launch_plan) {
-    return launch_plan.cluster == 1 && launch_plan.k > 4 && launch_plan.block > group_norm_k_threads;
+  const bool few = shape.rows <= device.multiprocessors;
+  const RowTiling tiling{.vec = vec, .max_k = group_norm_k, .max_block = few || vec == 1 ? 1024 : 256, .k = few ? 1 : group_norm_k};
+  LaunchPlan plan = plan_row(device, shape.rows, shape.cols, tiling, knobs);
+  plan.k = vec == 1 ? group_norm_k : std::max(2, plan.k);
+  if (registers_bytes(plan, shape, holding) > device.shared_per_block_optin) plan.path = Path::reread;
+  const int64_t for_each = ceil_div(device.multiprocessors, std::max<int64_t>(1, shape.rows));
+  const bool spread = for_each >= 2 && shape.cols / vec >= long_row;
+  const auto hold = [&](int cluster, int threads) -> std::optional<LaunchPlan> {
+    for (const Instance& instance : holding.kernel.instances)
+      if (instance.vec == vec)
+        if (const auto held = shared_by(device, shape, vec, holding, cluster, threads, instance.k)) return held;
+    return std::nullopt;
   };
-  LaunchPlan without_knobs = plan({});
-  const int64_t for_each = device.multiprocessors / std::max<int64_t>(1, shape.rows);
-  if (without_knobs.path == Path::regs &&
-      (too_large(without_knobs) || (for_each >= 2 && without_knobs.cluster == 1 && shape.cols / vec >= long_row))) {
-    without_knobs = plan({.cluster = int(std::clamp<int64_t>(next_pow2(for_each + 1) / 2, 2, 8))});
-    if (too_large(without_knobs)) without_knobs.path = Path::reread;
-  }
+  // A knob for fewer threads than hold the row in registers.
+  if (vec > 1 && !spread && knobs.threads > 0 && next_pow2(knobs.threads) * group_norm_k < shape.cols / vec)
+    if (const auto held = hold(1, int(with_knob_pow2(256, knobs.threads, 64, 1024)))) return *held;
+  if (vec == 1 || (plan.path == Path::regs && !spread)) return plan;
+  const int preferred = spread ? int(std::clamp<int64_t>(next_pow2(for_each + 1) / 2, 2, 8)) : 1;
+  // Four blocks of 256 threads on a multiprocessor overlap better than fewer large ones, also if a cluster of them then shares a row. Rows
+  // of a call that cannot fill the device have nothing to overlap with: larger blocks are then better than larger clusters.
+  const int block = static_cast<int>(with_knob_pow2(spread ? 512 : 256, knobs.block, 256, 1024));
+  for (int outer = 1; outer <= 8; outer *= 2)
+    for (int inner = 1; inner <= 8; inner *= 2) {
+      const int cluster = preferred * (spread ? outer : inner), threads = block * (spread ? inner : outer);
+      if (cluster > 8 || threads > 1024) continue;
+      if (const auto held = hold(cluster, threads)) return *held;
+    }
+  return plan;
+}
+// Knobs do not increase the number of blocks that share a row, because the workspace for sums of channels depends on it.
+LaunchPlan held(const DeviceProfile& device, const GroupNormRows& shape, int vec, const Holding& holding, const Knobs& knobs) {
+  const LaunchPlan without_knobs = plan_held(device, shape, vec, holding, {});
   if (knobs == Knobs{} || without_knobs.path == Path::reread) return without_knobs;
-  const LaunchPlan chosen = plan(knobs);
-  return chosen.cluster > without_knobs.cluster || too_large(chosen) ? without_knobs : chosen;
+  const LaunchPlan chosen = plan_held(device, shape, vec, holding, knobs);
+  return chosen.cluster > without_knobs.cluster || chosen.path == Path::reread ? without_knobs : chosen;
+}
+
+// The launch of a row that is held: by `registers`, or by `holding.kernel` if the plan has shared memory for its vectors.
+Launch held_launch(const DeviceProfile& device, const GroupNormRows& shape, LaunchPlan plan, const Kernel& registers,
+                   const Holding& holding, Tunable tunable) {
+  check_threads(device, plan);
+  if (plan.shared_offset > 0) return {&holding.kernel, holding.kernel.instance(plan.vec, plan.k), shape.rows, shape.cols, plan, tunable};
+  plan.smem = static_cast<int>(registers_bytes(plan, shape, holding));
+  return {&registers, registers.instance(plan.vec, plan.k), shape.rows, shape.cols, plan, tunable};
 }
 
 }  // namespace
@@ -73,39 +147,33 @@ LaunchPlan held(const DeviceProfile& device, const GroupNormRows& shape, int vec
 GroupNormLaunches group_norm(const DeviceProfile& device, const GroupNormRows& shape, int vec, const Knobs* passed_knobs) {
   constexpr Tunable tunable = "group_norm";
   const Knobs knobs = chosen_knobs(passed_knobs, device, {tunable.id, vec, shape.rows, shape.cols});
-  LaunchPlan plan = held(device, shape, vec, group_norm_k, knobs);
-  if (plan.path == Path::reread) {
-    const RowParts parts = in_parts(shape.cols, shape.cols, part_elements(device, shape, vec), most_parts, vec);
-    const int smem = reduction_bytes(1);
-    return {over_parts(device, group_norm_moments, shape, vec, parts, smem), over_parts(device, group_norm_apply, shape, vec, parts, smem),
-            parts};
-  }
-  plan.k = vec == 1 ? 4 : std::max(2, plan.k);
-  plan.smem = reduction_bytes(2, plan.cluster);
-  check_threads(device, plan);
-  return {{&group_norm_registers, group_norm_registers.instance(vec, plan.k), shape.rows, shape.cols, plan, tunable}};
+  const Holding holding{group_norm_held, 1, 2, 0};
+  const LaunchPlan plan = held(device, shape, vec, holding, knobs);
+  if (plan.path == Path::regs) return {held_launch(device, shape, plan, group_norm_registers, holding, tunable)};
+  const RowParts parts = in_parts(shape.cols, shape.cols, part_elements(device, shape, vec), most_parts, vec);
+  const int smem = reduction_bytes(1);
+  return {over_parts(device, group_norm_moments, shape, vec, parts, smem),
+          after(device, over_parts(device, group_norm_apply, shape, vec, parts, smem)), parts};
 }
 
 GroupNormLaunches group_norm_backward(const DeviceProfile& device, const GroupNormRows& shape, int vec, bool parameters,
                                       const Knobs* passed_knobs) {
   constexpr Tunable tunable = "group_norm_backward";
   const Knobs knobs = chosen_knobs(passed_knobs, device, {tunable.id, vec, shape.rows, shape.cols});
-  LaunchPlan plan = held(device, shape, vec, group_norm_backward_k, knobs);
   const int64_t samples = shape.rows / shape.groups;
-  const auto bytes = [&](const LaunchPlan& launch_plan, int k) {  // shared memory for reductions, and for two sums of each vector
-    return reduction_bytes(2, launch_plan.cluster) + (parameters ? launch_plan.block * k * 2 * int(sizeof(float)) : 0);
-  };
-  if (plan.path == Path::reread) {
-    const RowParts parts = in_channels(device, shape, vec);
-    Launch sums = over_parts(device, group_norm_backward_sums, shape, vec, parts, 0);
-    sums.plan.smem = bytes(sums.plan, group_norm_part_k);
-    return {sums, over_parts(device, group_norm_backward_apply, shape, vec, parts, reduction_bytes(2)), parts, samples * parts.per_span};
-  }
-  plan.k = vec == 1 ? 4 : std::max(2, plan.k);
-  plan.smem = bytes(plan, plan.k);
-  check_threads(device, plan);
-  const Instance& instance = group_norm_backward_registers.instance(vec, plan.k);
-  return {{&group_norm_backward_registers, instance, shape.rows, shape.cols, plan, tunable}, {}, {}, samples * plan.cluster};
+  const int pair_bytes = parameters ? 2 * int(sizeof(float)) : 0;  // two sums of each vector
+  const Holding holding{group_norm_backward_held, 2, 1, pair_bytes};
+  const LaunchPlan plan = held(device, shape, vec, holding, knobs);
+  if (plan.path == Path::regs)
+    return {held_launch(device, shape, plan, group_norm_backward_registers, holding, tunable),
+            {},
+            {},
+            samples * group_norm_sharing(shape.cols / vec, shape.channel / vec, plan.cluster)};
+  const RowParts parts = in_channels(device, shape, vec);
+  Launch sums = over_parts(device, group_norm_backward_sums, shape, vec, parts, 0);
+  sums.plan.smem = reduction_bytes(2) + sums.plan.block * group_norm_part_k * pair_bytes;
+  return {sums, after(device, over_parts(device, group_norm_backward_apply, shape, vec, parts, reduction_bytes(2))), parts,
+          samples * parts.per_span};
 }
 
 // The ops that planned_ops() lists (op_plans.h).
@@ -135,11 +203,11 @@ Launches backward(const DeviceProfile& device, const Call& call) {
   return out;
 }
 
-const Planned planned_forward{"group_norm", forward, {&group_norm_registers, &group_norm_moments, &group_norm_apply}};
-const Planned planned_backward{
-    "group_norm_backward",
-    backward,
-    {&group_norm_backward_registers, &group_norm_backward_sums, &group_norm_backward_apply, &sum_columns_kernel}};
+const Planned planned_forward{"group_norm", forward, {&group_norm_registers, &group_norm_held, &group_norm_moments, &group_norm_apply}};
+const Planned planned_backward{"group_norm_backward",
+                               backward,
+                               {&group_norm_backward_registers, &group_norm_backward_held, &group_norm_backward_sums,
+                                &group_norm_backward_apply, &sum_columns_kernel}};
 
 }  // namespace
 }  // namespace liger::launch

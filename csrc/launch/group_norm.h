@@ -10,20 +10,32 @@ struct GroupNormRows {
   int64_t rows, cols, groups, channel;
 };
 
-// The most vectors of each tensor that a thread holds in registers; of single elements always 4. Eight vectors need blocks of at most
-// group_norm_k_threads threads: a thread of a block of 1,024 would have too few registers.
-constexpr int group_norm_k = 8, group_norm_backward_k = 4;
-constexpr int group_norm_k_threads = 512;
+// The most vectors of each tensor that a thread holds where registers alone hold a row.
+constexpr int group_norm_k = 4;
+// The most blocks of a cluster that share a channel, where each block has an equal share of the row's vectors. length: vectors of a
+// channel.
+constexpr int group_norm_sharing(int64_t vectors, int64_t length, int cluster) {
+  const int64_t share = ceil_div(vectors, cluster);
+  return static_cast<int>(std::min<int64_t>(cluster, ceil_div(length - 1, share) + 1));
+}
+// The bytes of shared memory for the parameters of the channels of `rows` rows, as floats.
+constexpr int64_t channel_table_bytes(int64_t rows, int64_t channels, int parameters) {
+  return round_up(rows * channels * parameters * int64_t{sizeof(float)}, 16);
+}
+
 // For rows that are read twice: the number of vectors of each tensor that a thread loads before it uses the first one, and the number of
 // blocks of 256 threads that a multiprocessor holds.
 constexpr int group_norm_part_k = 4, group_norm_part_blocks = 3;
 
 inline constexpr Kernel group_norm_registers("GroupNormRegisters", Instance{row_threads, 1, 4}, Instance{row_threads, wide, 2},
-                                             Instance{row_threads, wide, 4}, Instance{group_norm_k_threads, wide, 8});
+                                             Instance{row_threads, wide, 4});
+// Longer rows: a thread holds k vectors of each tensor in registers, and plan.slots in shared memory.
+inline constexpr Kernel group_norm_held("GroupNormHeld", Instance{row_threads, wide, 4});
 inline constexpr Kernel group_norm_moments("GroupNormMoments", Instance{independent_threads, 1}, Instance{independent_threads, wide});
 inline constexpr Kernel group_norm_apply("GroupNormApply", Instance{independent_threads, 1}, Instance{independent_threads, wide});
 inline constexpr Kernel group_norm_backward_registers("GroupNormBackwardRegisters", Instance{row_threads, 1, 4},
                                                       Instance{row_threads, wide, 2}, Instance{row_threads, wide, 4});
+inline constexpr Kernel group_norm_backward_held("GroupNormBackwardHeld", Instance{row_threads, wide, 2}, Instance{row_threads, wide, 4});
 inline constexpr Kernel group_norm_backward_sums("GroupNormBackwardSums", Instance{independent_threads, 1},
                                                  Instance{independent_threads, wide});
 inline constexpr Kernel group_norm_backward_apply("GroupNormBackwardApply", Instance{independent_threads, 1},
@@ -36,9 +48,9 @@ struct RowParts {
   int64_t per_span = 1, per_row = 1;  // number of parts
 };
 
-// One launch if a block, or a cluster, holds a row in registers; otherwise two, and the second one reads the row again.
+// One launch if a block, or a cluster, holds a row; otherwise two, and the second one reads the row again.
 struct GroupNormLaunches {
-  Launch main;  // GroupNormRegisters or GroupNormMoments; GroupNormBackwardRegisters or GroupNormBackwardSums
+  Launch main;  // GroupNormRegisters, GroupNormHeld or GroupNormMoments; GroupNormBackwardRegisters, ...Held or ...Sums
   Launch apply;  // GroupNormApply behind GroupNormMoments; GroupNormBackwardApply behind GroupNormBackwardSums
   RowParts parts;  // of main and apply, if a row is read twice
   int64_t partial_rows = 0;  // backward: rows of partial sums of channels; each sample has one for each block that may share a channel

@@ -27,10 +27,10 @@ RowTiling forward_tiling(NormForwardKind kind, int64_t cols, int vec) {
 }
 
 // Returns whether rows get whole warps with three vectors per thread. In a power of two of threads, many threads would have one vector less
-// than the others, or none. Whole warps are not faster for rows that fill at least 7/8 of a power of two of vectors, nor with two tensors
-// (add+RMSNorm) (docs/measurements.md). Few rows get more threads instead. Shorter and longer rows, and fp32, were not measured.
+// than the others, or none. Whole warps are not faster for rows that fill at least 7/8 of a power of two of vectors (docs/measurements.md).
+// Few rows get more threads instead. Shorter and longer rows, and fp32, were not measured.
 bool in_whole_warps(const DeviceProfile& device, NormForwardKind kind, int64_t rows, int64_t vectors, int vec) {
-  if (kind.centered || kind.residual || !kind.same_dtype || vec != 8 || few_rows(device, rows)) return false;
+  if (kind.centered || !kind.same_dtype || vec != 8 || few_rows(device, rows)) return false;
   return 256 < vectors && vectors <= forward_warps_bound * forward_warps_k && 8 * vectors < 7 * next_pow2(vectors);
 }
 LaunchPlan plan_whole_warps(const DeviceProfile& device, int64_t rows, int64_t vectors, int vec) {
@@ -84,14 +84,24 @@ Tunable backward_tunable(NormBackwardKind kind) {
   return kind.inputs > 2 ? Tunable("add_rms_norm_backward") : Tunable("rms_norm_backward");
 }
 
+// The number of rows that a block, or cluster, processes one after another.
+int64_t plan_rounds(const LaunchPlan& plan, int64_t rows) {
+  return ceil_div(rows, int64_t{plan.grid} / plan.cluster * std::max(1, plan.block / plan.threads_per_row));
+}
+
 // The template argument `threads` (norms.h) of the instance that a plan needs.
-int known_threads(const LaunchPlan& plan) {
+int known_threads(const DeviceProfile& device, const LaunchPlan& plan, NormBackwardKind kind, int64_t rows) {
   if (plan.vec == 1 || plan.threads_per_row < plan.warp) return 0;
-  return plan.cluster > 1 || plan.threads_per_row == 512 ? 512 : whole_warps;
+  if (plan.cluster == 1 && plan.threads_per_row != 512) return whole_warps;
+  // Overlapped rows hide the exchange between the blocks of a cluster, but take more instructions. They are slower where a block holds a
+  // row, unless there are three tensors, and in many rounds of clusters of two blocks (docs/measurements.md).
+  const bool long_exchange = plan.cluster > 2 || (plan.cluster == 2 && plan_rounds(plan, rows) <= 16);
+  const bool overlap = device.bulk_copies && plan.k == 2 && (kind.inputs > 2 || long_exchange);
+  return overlap ? overlapped_rows : 512;
 }
 
 // The number of pipeline stages, each of which holds one row, for the warps of a row. `rounds`: how many rows pass through them.
-int ring_stages(const DeviceProfile& device, const LaunchPlan& plan, NormBackwardKind kind, int64_t rounds, int most_bytes,
+int ring_stages(const DeviceProfile& device, const LaunchPlan& plan, NormBackwardKind kind, bool overlapped, int64_t rounds, int most_bytes,
                 int stage_bytes) {
   if (!device.bulk_copies) {
     // A row that is read twice occupies its stage until dz is stored. Until then only a second stage has copies in flight. Three stages are
@@ -103,6 +113,8 @@ int ring_stages(const DeviceProfile& device, const LaunchPlan& plan, NormBackwar
   // few rounds of RMSNorm, since the first and the last row arrive sooner, and for three tensors, since one row of each is enough bytes in
   // flight.
   if (kind.inputs > 2 || (!kind.centered && rounds <= 16)) return 1;
+  // Overlapped rows hold a row in registers, too: a second stage is slower, or faster by less than 3 % (docs/measurements.md).
+  if (overlapped) return 1;
   // Three stages are faster only for many rounds of RMSNorm (docs/measurements.md).
   return kind.centered || rounds <= 32 ? 2 : 3;
 }
@@ -110,15 +122,15 @@ int ring_stages(const DeviceProfile& device, const LaunchPlan& plan, NormBackwar
 // Sets the plan's shared memory: `fixed` bytes and, behind them, the pipeline stages, if the kernel uses bulk or asynchronous copies.
 // `resident`: blocks per multiprocessor at a time. `stages`: the knob for the number of stages, limited by the memory; 0: ring_stages
 // chooses.
-void add_ring(const DeviceProfile& device, LaunchPlan& plan, NormBackwardKind kind, int64_t rows, int fixed, int64_t resident, int stages) {
+void add_ring(const DeviceProfile& device, LaunchPlan& plan, NormBackwardKind kind, bool overlapped, int64_t rows, int fixed,
+              int64_t resident, int stages) {
   plan.smem = fixed;
   if (plan.vec == 1 || !(device.bulk_copies || (device.async_copies && (!kind.centered || plan.k == 4)))) return;
   plan.shared_offset = static_cast<int>(round_up(fixed, 128));
   const int stage = ring_row_bytes(device, plan, kind.inputs);
-  const int64_t rounds = ceil_div(rows, int64_t{plan.grid} / plan.cluster * std::max(1, plan.block / plan.threads_per_row));
   const int room = shared_room(device, resident) - plan.shared_offset;
   const int most = std::max(1, device.bulk_copies ? room / stage : std::min(room / stage, async_stages));
-  const int preferred = std::min(ring_stages(device, plan, kind, rounds, 96 * 1024 / resident, stage), most);
+  const int preferred = std::min(ring_stages(device, plan, kind, overlapped, plan_rounds(plan, rows), 96 * 1024 / resident, stage), most);
   plan.stages = static_cast<int>(with_knob(preferred, stages, 1, most));
   plan.smem = plan.shared_offset + plan.stages * stage;
 }
@@ -156,9 +168,9 @@ NormBackwardLaunches backward(const DeviceProfile& device, int64_t rows, int64_t
   }
   LaunchPlan plan = plan_norm_backward(device, rows, cols, vec, kind.centered, knobs);
   if (plan.path == Path::regs && !kind.mixed) {
-    const int groups = std::max(1, plan.block / plan.threads_per_row), threads = known_threads(plan);
+    const int groups = std::max(1, plan.block / plan.threads_per_row), threads = known_threads(device, plan, kind, rows);
     const int reduction = threads == whole_warps ? row_warps_floats * int(sizeof(float)) : reduction_bytes(2, plan.cluster);
-    add_ring(device, plan, kind, rows, reduction, resident_blocks(plan, knobs), knobs.stages);
+    add_ring(device, plan, kind, threads == overlapped_rows, rows, reduction, resident_blocks(plan, knobs), knobs.stages);
     // Rows that share a block add up their sums in shared memory at the end, in place of the pipeline stages.
     if (groups > 1) plan.smem = std::max(plan.smem, reduction + groups * (kind.centered ? 2 : 1) * int(cols) * int(sizeof(float)));
     if (knobs != Knobs{}) {

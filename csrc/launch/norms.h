@@ -23,9 +23,11 @@ constexpr int norm_forward_k(int vec) { return vec == 1 ? 4 : 8; }  // the most 
 // may read a residual, so it also has two.
 constexpr int cluster_blocks(NormForwardKind kind) { return kind.centered ? 4 : kind.residual || !kind.same_dtype ? 2 : 3; }
 
-// 16-bit rows of RMSNorm whose number of vectors is far from a power of two: one row per block, of whole warps with three vectors per
-// thread. 48 registers are enough for a thread, so that a multiprocessor holds five blocks of the largest size.
-constexpr int forward_warps_k = 3, forward_warps_bound = 256, forward_warps_blocks = 5;
+// 16-bit rows of RMSNorm and add+RMSNorm whose number of vectors is far from a power of two: one row per block, of whole warps with three
+// vectors per thread. 48 registers are enough for a thread, and 64 with a residual, so that a multiprocessor holds five, or four, blocks of
+// the largest size.
+constexpr int forward_warps_k = 3, forward_warps_bound = 256;
+constexpr int forward_warps_blocks(NormForwardKind kind) { return kind.residual ? 4 : 5; }
 // 16-bit rows of RMSNorm with 72 to 128 columns (heads of queries and keys): eight threads with two vectors each, a compile-time constant.
 // 40 registers are enough for a thread, so that a multiprocessor holds three blocks of 512 threads.
 constexpr int forward_lanes = 8, forward_lanes_k = 2, forward_lanes_bound = 512, forward_lanes_blocks = 3;
@@ -40,7 +42,8 @@ inline constexpr Kernel norm_forward_registers("NormForwardRegisters", Instance{
 inline constexpr Kernel norm_forward_reread("NormForwardReread", Instance{row_threads, 1}, Instance{row_threads, wide});
 // Returns whether this instance is compiled for this kind.
 constexpr bool norm_forward_has(NormForwardKind kind, const Instance& instance) {
-  if (instance.threads == whole_warps || instance.threads == forward_lanes) return !kind.centered && !kind.residual && kind.same_dtype;
+  if (instance.threads == whole_warps) return !kind.centered && kind.same_dtype;
+  if (instance.threads == forward_lanes) return !kind.centered && !kind.residual && kind.same_dtype;
   return instance.vec > 1 || !kind.same_dtype;
 }
 
@@ -63,10 +66,13 @@ inline constexpr Kernel norm_backward_few("NormBackwardFew", Instance{512, wide,
                                           Instance{512, wide, 4, 4});
 constexpr int64_t few_tiles(int64_t cols, const Instance& instance) { return ceil_div(cols, instance.threads * instance.vec); }
 // threads: the threads of a row in a block, as a template argument. 0: a part of a warp, or rows of single elements; whole_warps: any
-// number of warps; 512: a block of a cluster, or a row of 512 threads in one block.
+// number of warps; 512: a block of a cluster, or a row of 512 threads in one block; overlapped_rows: the same, for a kernel that computes
+// dz of a row behind the sums of the next row.
+constexpr int overlapped_rows = 2;
 inline constexpr Kernel norm_backward_registers("NormBackwardRegisters", Instance{512, 1, 4, 0}, Instance{512, wide, 2, 0},
                                                 Instance{512, wide, 2, whole_warps}, Instance{512, wide, 3, whole_warps, true},
-                                                Instance{512, wide, 2, 512}, Instance{512, wide, 4, 512});
+                                                Instance{512, wide, 2, 512}, Instance{512, wide, 4, 512},
+                                                Instance{512, wide, 2, overlapped_rows, true});
 // Returns whether this instance reads each row twice from its pipeline stage in shared memory, where asynchronous copies fetch the rows.
 // LayerNorm's two sums for each of a thread's 32 columns leave too few registers to hold the row.
 constexpr bool norm_backward_reads_twice(bool centered, int vec, int k) { return centered && vec == 8 && k == 4; }

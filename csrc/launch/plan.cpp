@@ -159,9 +159,11 @@ LaunchPlan plan_column_sum(const DeviceProfile& device, int64_t partial_rows, in
   LaunchPlan plan;
   plan.warp = device.warp;
   plan.block = 256;
+  plan.vec = first_cols % 4 == 0 && second_cols % 4 == 0 ? 4 : 1;
   plan.threads_per_row = static_cast<int>(plan.block / std::clamp<int64_t>(next_pow2(ceil_div(partial_rows, 4)), 1, 32));
-  plan.smem = plan.block * static_cast<int>(sizeof(float));
-  plan.grid = checked_grid(ceil_div(first_cols, plan.threads_per_row) + ceil_div(second_cols, plan.threads_per_row));
+  plan.smem = plan.block * plan.vec * static_cast<int>(sizeof(float));
+  const int64_t width = plan.threads_per_row * plan.vec;
+  plan.grid = checked_grid(ceil_div(first_cols, width) + ceil_div(second_cols, width));
   plan.pdl = device.bulk_copies;
   return plan;
 }

@@ -128,7 +128,8 @@ RopePlan plan_rope(const DeviceProfile&, int64_t positions, int64_t q_heads, int
                    const Knobs& = {});
 
 // The kernel that adds up partial rows (gpu/column_sum.h). Columns come in two groups: dweight's, then dbias's. A block has threads_per_row
-// columns of one group, and all rows. Up to 32 threads share a column; a thread adds up about four rows, or more if there are many.
+// * vec columns of one group, and all rows. Up to 32 threads share their columns; a thread adds up about four rows, or more if there are
+// many.
 LaunchPlan plan_column_sum(const DeviceProfile&, int64_t partial_rows, int64_t first_cols, int64_t second_cols);
 
 // Rows of logits (or log-probabilities): at most one block per row. Its threads loop over the row. With `stash`, the kernel needs each row

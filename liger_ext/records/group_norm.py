@@ -107,7 +107,9 @@ GROUP_NORM = Record(
     # A diffusion model's feature maps, from 64 x 64 to 8 x 8, and the last one of an image decoder.
     timed=(
         Timed(
-            _feature_maps((16, 320, 4096), (16, 640, 1024), (16, 1280, 256), (16, 1280, 64), (8, 128, 262_144)),
+            _feature_maps(
+                (16, 320, 4096), (8, 640, 4096), (16, 640, 1024), (16, 1280, 256), (16, 1280, 64), (8, 128, 262_144)
+            ),
             _feature_maps((2, 320, 1024), (2, 1280, 64)),
         ),
     ),

@@ -54,8 +54,11 @@ def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
             )
         return made
 
-    # The last shape has rows of 2,112 vectors, as many as multiprocessors need for the most vectors per thread.
-    for shape in (*_SHAPES, (16, 1, 2, 1056 * 16 // dtype.itemsize)):
+    # The last shapes have enough rows for small blocks, and rows of 1,520 and 2,112 vectors, some of them in shared
+    # memory. Without sums for the parameters the backward has more shared memory for vectors.
+    long, longer = ((16, 1, 2, vectors * 16 // dtype.itemsize) for vectors in (760, 1056))
+    yield "group_norm", "sixteen frozen rows", False, lambda: inputs(*long), "weight", "bias"
+    for shape in (*_SHAPES, long, longer):
         name = "x".join(map(str, shape))
         yield "group_norm", name, shape[3] in (11, 16), lambda sizes=shape: inputs(*sizes)
     few = [(3, 2, 4, 16), (2, 3, 8, 49), (1, 1, 3, 20_000)]
@@ -113,25 +116,36 @@ LARGE = {"group_norm": lambda a, b, _: F.group_norm(a.unflatten(1, (2, -1)), 2)}
 DRAWS = {"group_norm": group_norm}
 
 
-def _held(launch, call) -> None:
-    from plan_model import reduction_bytes, row_registers
+def _table(rows: int, launch, call, parameters: int) -> int:
+    """Returns the bytes of the parameters of the channels of ``rows`` rows."""
+    return rows * (launch.cols // (call.get("channel") or launch.cols)) * parameters * 4
+
+
+def _in_registers(launch, call, backward: bool = False) -> None:
+    from plan_model import reduction_bytes, row_registers, rows_per_block
 
     row_registers(launch, call)
-    assert launch.plan.smem >= reduction_bytes(2, launch.plan.cluster)
+    plan, k = launch.plan, launch.instance[1]
+    sums = plan.block * k * 8 if backward and not call["frozen"] else 0
+    table = _table(rows_per_block(plan), launch, call, 1 if backward else 2)
+    assert plan.cluster == 1 and plan.smem >= reduction_bytes(2) + table + sums
 
 
-def _held_by_shares(launch, call) -> None:
-    """Checks that the blocks of a cluster have contiguous shares of the row, and shared memory two sums for each
-    vector."""
+def _in_shared_memory(launch, call, backward: bool = False) -> None:
+    """Checks that a row's vectors, except for k of each thread, fit in shared memory behind the sums of the channels.
+    In the backward the blocks of a cluster have contiguous shares of the row."""
     from plan_model import ceil_div, check_held, check_rows, reduction_bytes, rows_per_block
 
     plan, (vec, k) = launch.plan, launch.instance
     check_rows(plan, launch.rows)
-    assert k == plan.k and launch.cols % vec == 0 and (plan.cluster == 1 or rows_per_block(plan) == 1)
-    share = ceil_div(launch.cols // vec, plan.cluster) * vec
-    check_held(min(plan.threads_per_row, plan.block), k, vec, min(share, launch.cols))
-    sums = 0 if call["frozen"] else plan.block * k * 8
-    assert plan.smem >= reduction_bytes(2, plan.cluster) + sums
+    assert k == plan.k and launch.cols % vec == 0 and rows_per_block(plan) == 1 and plan.cluster in (1, 2, 4, 8)
+    share = ceil_div(launch.cols // vec, plan.cluster) * vec if backward else launch.cols
+    threads, vectors = plan.block if backward else plan.threads_per_row, k + plan.slots
+    check_held(threads, vectors, vec, min(share, launch.cols))
+    sums = plan.block * vectors * 8 if backward and not call["frozen"] else 0
+    before = reduction_bytes(2, plan.cluster) + _table(1, launch, call, 1 if backward else 2) + sums
+    assert plan.shared_offset >= before and plan.shared_offset % 16 == 0
+    assert plan.smem >= plan.shared_offset + plan.slots * plan.block * (2 if backward else 1) * 16
 
 
 def _parts(launch, call, backward: bool) -> None:
@@ -175,19 +189,23 @@ def _backward_sums(launch, call) -> None:
 
 
 PLAN_MODELS = {
-    "GroupNormRegisters": _held,
+    "GroupNormRegisters": _in_registers,
+    "GroupNormHeld": _in_shared_memory,
     "GroupNormMoments": lambda launch, call: _parts(launch, call, backward=False),
     "GroupNormApply": lambda launch, call: _parts(launch, call, backward=False),
-    "GroupNormBackwardRegisters": _held_by_shares,
+    "GroupNormBackwardRegisters": lambda launch, call: _in_registers(launch, call, backward=True),
+    "GroupNormBackwardHeld": lambda launch, call: _in_shared_memory(launch, call, backward=True),
     "GroupNormBackwardSums": _backward_sums,
     "GroupNormBackwardApply": lambda launch, call: _parts(launch, call, backward=True),
 }
 # The second kernel reads the parts again, so the first kernel's loads stay in the caches.
 STREAMS = {
     "GroupNormRegisters": {"load", "store"},
+    "GroupNormHeld": {"load", "store"},
     "GroupNormMoments": set(),
     "GroupNormApply": {"load", "store"},
     "GroupNormBackwardRegisters": {"load", "store"},
+    "GroupNormBackwardHeld": {"load", "store"},
     "GroupNormBackwardSums": set(),
     "GroupNormBackwardApply": {"load", "store"},
 }

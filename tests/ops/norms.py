@@ -176,7 +176,7 @@ LARGE = {
 # Which elements a launch processes ----------------------------------------------------------------------------------
 
 
-WHOLE_WARPS, FORWARD_LANES, ROW_WARPS_BYTES = 1, 8, 512  # csrc/launch/norms.h
+WHOLE_WARPS, OVERLAPPED, FORWARD_LANES, ROW_WARPS_BYTES = 1, 2, 8, 512  # csrc/launch/norms.h
 
 
 def norm_forward_registers(launch, call) -> None:
@@ -196,8 +196,9 @@ def norm_forward_registers(launch, call) -> None:
 def norm_backward_registers(launch, call) -> None:
     plan, (vec, k, threads) = launch.plan, launch.instance
     groups, teams = rows_per_block(plan), plan.grid // plan.cluster
-    # The template argument for the threads of a row: 0 (any), whole warps, or their number in a block.
-    assert threads in (0, WHOLE_WARPS, min(plan.threads_per_row, plan.block))
+    # The template argument for the threads of a row: 0 (any), whole warps, their number in a block, or overlapped rows.
+    assert threads in (0, WHOLE_WARPS, OVERLAPPED, min(plan.threads_per_row, plan.block))
+    assert threads != OVERLAPPED or (groups == 1 and plan.block == 512)
     assert threads != WHOLE_WARPS or (plan.cluster == 1 and plan.threads_per_row % plan.warp == 0)
     assert threads != WHOLE_WARPS or groups <= 15 or plan.threads_per_row == plan.warp  # barriers
     reduction = ROW_WARPS_BYTES if threads == WHOLE_WARPS else reduction_bytes(2, plan.cluster)
