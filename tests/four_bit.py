@@ -9,7 +9,7 @@ from liger_ext import functional as F
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # The codes of bitsandbytes 0.50, bitsandbytes/functional.py, get_4bit_type.
-FP4 = torch.tensor([0, 0.0625, 8, 12, 4, 6, 2, 3, -0.0, -0.0625, -8, -12, -4, -6, -2, -3]) / 12
+FP4 = torch.tensor([0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3]) / 12
 
 
 def decode(packed: Tensor, absmax: Tensor, numel: int, blocksize: int, compressed: dict[str, Tensor]) -> Tensor:

@@ -30,7 +30,8 @@ TABLE = {
         eps offset gate_multiplier down_multiplier cos sin label_smoothing lse_square_scale softcap ce_weight
         log_p beta gamma temperature logit_scale discopop_tau epsilon_low epsilon_high delta
         sapo_temperature_pos sapo_temperature_neg vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg
-        max_completion_length entropy_coef desirable_weight undesirable_weight share
+        max_completion_length entropy_coef desirable_weight undesirable_weight share packed absmax absmax_scales
+        absmax_code absmax_offset
     """,
     CONSTANT: """
         mask policy_mask attention_mask advantages old_log_probs old_per_token_logps sampling_ratio
@@ -47,7 +48,7 @@ TABLE = {
         importance_sampling_level use_bias_correction_kl average every_token compute_nll_loss use_ref_model
         average_log_prob with_bias with_scale affine elementwise_affine init_fn is_shared_mlp compiled
         chunk_size chunk_mem_const in_place row_mode impl mode backend ce_impl ce_mode jsd_impl jsd_mode
-        m_tiles_per_cluster return_log_probs
+        m_tiles_per_cluster return_log_probs shape quant_type blocksize absmax_blocksize
     """,
 }
 CLASSES = {name: kind for kind, names in TABLE.items() for name in names.split()}
@@ -161,6 +162,8 @@ CALLS = {
     "kto": KTO,
     "[dcr]po|simpo": PAIRS,
     "count_rows": {"target": TARGET},
+    "dequantize": {"packed": ROWS[0, :1], "shape": (16,), "absmax": VECTOR[:1].float()}
+    | {f"absmax_{name}": VECTOR[:1].float() for name in ("code", "scales", "offset")},
     "check_errors": {},
     "patched model": LOSS | {"ce_weight": tensor(VOCAB).abs(), "num_items_in_batch": 3.5, "temperature": 0.7},
 }

@@ -279,27 +279,37 @@ def test_what_the_compiler_is_told(device):
     bias = torch.randn(12, device=device)
     ops, checks = torch.ops.liger_ext_models, ("test_schema", "test_faketensor")
 
-    # For each linear layer: weight, bias, and LoRA's A and B; the second one has an adapter.
+    # For each linear layer: weight, bias, LoRA's A and B, and four statistics of 4-bit weights; the second has an
+    # adapter.
+    def layers(*parameters):
+        return [p for layer in parameters for p in (*layer, *[None] * (8 - len(layer)))]
+
+    def constants(*scalings):
+        return torch.float32, [c for scaling in scalings for c in (scaling, 0.0, 0.0, 0.0)]
+
+    def needs(*wanted):
+        return [True, True, *(need for layer in wanted for need in (*layer, *[False] * (8 - len(layer))))]
+
     a, b = torch.randn(2, 8, device=device), torch.randn(12, 2, device=device)
-    two = [weights[0], bias, None, None, weights[1], None, a, b]
-    scalings, parameters = [1.0, 0.5, 1.0], [*two, weights[2], None, None, None]
-    arguments = x, norm, True, 1e-6, scalings, parameters
+    two = (weights[0], bias), (weights[1], None, a, b)
+    last = 1e-6, *constants(1.0, 0.5, 1.0), layers(*two, weights[2:])
+    arguments = x, norm, True, *last
     y, rstd, *outs = ops.norm_linears(*arguments)
     torch.library.opcheck(ops.norm_linears, arguments, test_utils=checks)
-    needs = [True, True, True, True, False, False, False, False, True, True, True, False, False, False]
+    wanted = needs((True, True), (False, False, True, True), (True,))
     for douts in ([x, *outs], [None, *outs], [x, None, *outs[1:]]):
         for saved in (y, None):
-            arguments = douts, x, norm, rstd, saved, needs, 1e-6, scalings, parameters
+            arguments = douts, x, norm, rstd, saved, wanted, *last
             torch.library.opcheck(ops.norm_linears_backward, arguments, test_utils=checks)
 
-    parameters = [*two, down, None, b.t().contiguous(), a.t().contiguous()]
-    needs[10:] = True, False, True, True
+    wanted = needs((True, True), (False, False, True, True), (True, False, True, True))
+    last = 1e-6, *constants(1.0, 0.5, 2.0), layers(*two, (down, None, b.t().contiguous(), a.t().contiguous()))
     for memory in ("fast", "auto", "low"):
-        arguments = x, x * 2, norm, memory, True, 1e-6, [1.0, 0.5, 2.0], parameters
+        arguments = x, x * 2, norm, memory, True, *last
         out, total, rstd, *saved = ops.norm_mlp(*arguments)
         torch.library.opcheck(ops.norm_mlp, arguments, test_utils=checks)
         saved = [t if t.numel() else None for t in saved]
-        arguments = out, total, norm, rstd, saved, needs, 1e-6, [1.0, 0.5, 2.0], parameters
+        arguments = out, total, norm, rstd, saved, wanted, *last
         torch.library.opcheck(ops.norm_mlp_backward, arguments, test_utils=checks)
 
 

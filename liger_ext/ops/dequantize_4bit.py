@@ -3,16 +3,18 @@ derivative, since the weights are constants."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from liger_ext.ops._checks import check_tensors, mode_code
+from liger_ext.ops._checks import check_constants, check_integer, check_tensors, mode_code
 from liger_ext.ops._register import register_without_derivative
 
 __all__ = ["dequantize_4bit"]
 
+_OP = "dequantize_4bit"
 CODES_4BIT = {"nf4": 0, "fp4": 1}
 
 
@@ -34,7 +36,8 @@ def dequantize_4bit(
     Value ``i`` is ``code[nibble i] * scale[i // blocksize]``, computed in float32 and rounded once to ``dtype``. The
     scales are ``absmax``, or, for compressed statistics ("double quantisation"),
     ``absmax_code[absmax[b]] * absmax_scales[b // absmax_blocksize] + absmax_offset`` with product and sum rounded
-    separately. The result has the same bits as ``torch.ops.bitsandbytes.dequantize_4bit``, on every device.
+    separately. On every device the result has the same bits as ``torch.ops.bitsandbytes.dequantize_4bit`` for one long
+    row. (For several rows that are not whole blocks, bitsandbytes 0.50 uses wrong scales on CPUs with AVX-512.)
 
     With a ``Params4bit`` or its ``quant_state`` ``s``: ``absmax=s.absmax``, ``shape=s.shape``,
     ``quant_type=s.quant_type``, ``blocksize=s.blocksize``; if ``s.nested``, ``absmax_code=s.state2.code``,
@@ -57,30 +60,41 @@ def dequantize_4bit(
         The weight with this shape and dtype, contiguous. It has no gradient.
 
     Raises:
-        TypeError: an argument that is not a tensor.
-        ValueError: a size, dtype, device or option that does not fit.
-        RuntimeError: a tensor that requires a gradient.
+        TypeError: an argument of another type.
+        ValueError: a size, dtype, device or option that does not fit, or a tensor that requires a gradient.
     """
-    check_tensors("dequantize_4bit", packed=packed, absmax=absmax)
-    code = mode_code("dequantize_4bit", "quant_type", quant_type, CODES_4BIT)
+    statistics = {"absmax_code": absmax_code, "absmax_scales": absmax_scales, "absmax_offset": absmax_offset}
+    statistics = {"absmax": absmax} | {name: t for name, t in statistics.items() if t is not None}
+    check_tensors(_OP, packed=packed, **statistics)
+    check_constants(_OP, packed=packed, **statistics)
+    check_integer(_OP, blocksize=blocksize, absmax_blocksize=absmax_blocksize)
+    code = mode_code(_OP, "quant_type", quant_type, CODES_4BIT)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{_OP}: dtype is {dtype!r}, expected a torch.dtype")
+    try:
+        numel = math.prod(shape)
+        fits = all(size >= 0 for size in shape) and type(numel) is not float
+    except TypeError:
+        fits = False
+    if not fits:
+        raise TypeError(f"{_OP}: shape is {shape!r}, expected a sequence of sizes")
     if not packed.is_contiguous():
-        raise ValueError(f"dequantize_4bit: packed has strides {packed.stride()}, expected a contiguous tensor")
-    shape = torch.Size(shape)
-    if absmax_offset is not None:
-        absmax_offset = absmax_offset.reshape(-1)
+        raise ValueError(f"{_OP}: packed has strides {packed.stride()}, expected a contiguous tensor")
+    if (found := packed.numel() * packed.itemsize) != (numel + 1) // 2:
+        raise ValueError(f"{_OP}: packed has {found} bytes, expected {(numel + 1) // 2} for shape {tuple(shape)}")
     weight = torch.ops.liger_ext.dequantize_4bit(
         packed.reshape(-1).view(torch.uint8),
         absmax,
         absmax_code,
         absmax_scales,
-        absmax_offset,
-        shape.numel(),
+        None if absmax_offset is None else absmax_offset.reshape(-1),
+        numel,
         code,
         blocksize,
         absmax_blocksize,
         dtype,
     )
-    return weight.view(shape)
+    return weight.view(torch.Size(shape))
 
 
 def _fake(packed, absmax, absmax_code, absmax_scales, absmax_offset, numel, code, blocksize, absmax_blocksize, dtype):
