@@ -36,8 +36,9 @@ def dequantize_4bit(
     Value ``i`` is ``code[nibble i] * scale[i // blocksize]``, computed in float32 and rounded once to ``dtype``. The
     scales are ``absmax``, or, for compressed statistics ("double quantisation"),
     ``absmax_code[absmax[b]] * absmax_scales[b // absmax_blocksize] + absmax_offset`` with product and sum rounded
-    separately. On every device the result has the same bits as ``torch.ops.bitsandbytes.dequantize_4bit`` for one long
-    row. (For several rows that are not whole blocks, bitsandbytes 0.50 uses wrong scales on CPUs with AVX-512.)
+    separately. The result has the same bits on every device, and equals that of bitsandbytes 0.50 on a GPU. (On CPUs
+    bitsandbytes rounds float16 ties away from zero, and with AVX-512 uses wrong scales for rows that are not whole
+    blocks.)
 
     With a ``Params4bit`` or its ``quant_state`` ``s``: ``absmax=s.absmax``, ``shape=s.shape``,
     ``quant_type=s.quant_type``, ``blocksize=s.blocksize``; if ``s.nested``, ``absmax_code=s.state2.code``,
