@@ -128,6 +128,10 @@ STABLE_TORCH_LIBRARY(liger_ext, m) {
       "dequantize_4bit(Tensor packed, Tensor absmax, Tensor? absmax_code, Tensor? absmax_scales, Tensor? absmax_offset, int numel,"
       " int code, int blocksize, int absmax_blocksize, ScalarType dtype) -> Tensor");
 
+  // first_row: the number of x's first row in the matrix of which x is a tile (kernels/seeded_dropout.h).
+  m.def("seeded_dropout(Tensor x, Tensor seed, int stream, int first_row, float p) -> Tensor");
+  m.def("seeded_dropout_add_(Tensor(a!) total, Tensor x, Tensor seed, int stream, int first_row, float p) -> ()");
+
   // The reference of the benchmarks: a copy at the speed of the memory (kernels/stream_copy.h).
   m.def("stream_copy(Tensor x, int per_thread) -> Tensor");
 }

@@ -12,6 +12,7 @@ import os
 import re
 from collections import Counter, defaultdict
 
+import dropout_mask
 import four_bit
 import instances
 import kernel_cases
@@ -254,6 +255,11 @@ def test_stream_copy(per_thread):
 
 def test_dequantize_4bit():
     for name, found, expected in four_bit.cases():
+        assert torch.equal(found, expected), name
+
+
+def test_seeded_dropout():
+    for name, found, expected in dropout_mask.cases():
         assert torch.equal(found, expected), name
 
 

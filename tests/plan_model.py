@@ -149,5 +149,10 @@ def dequantize_4bit(launch, call) -> None:
     assert launch.plan.smem == 16 * 4  # the codes
 
 
+def seeded_dropout(launch, call) -> None:
+    row_tiles(launch, 2)
+
+
 # Models of the kernels that several ops use, and of the ops without a record.
 SHARED = {"SumColumns": sum_columns, "StreamCopyKernel": stream_copy, "Dequantize4bitKernel": dequantize_4bit}
+SHARED |= {"SeededDropoutKernel": seeded_dropout}

@@ -17,6 +17,7 @@ LANES = {"gfx90a": 64, "gfx942": 64, "gfx950": 64, "gfx1100": 32, "gfx1201": 32}
 STREAMS = {
     "StreamCopyKernel": {"load", "store"},
     "Dequantize4bitKernel": {"store"},
+    "SeededDropoutKernel": {"load", "store"},
     "NormForwardRegisters": {"load", "store"},
     "NormForwardReread": {"load", "store"},
     "NormBackwardRegisters": {"load", "store"},

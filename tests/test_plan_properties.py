@@ -220,7 +220,8 @@ def test_knobs_change_the_tunable_launch_alone(op, cols, knobs, elsewhere):
 
 
 def test_every_op_but_the_copy_has_a_launch_with_knobs():
-    device, without = _C.profile("H200"), {"stream_copy", "dequantize_4bit", "fused_linear_cross_entropy_backward"}
+    device = _C.profile("H200")
+    without = {"stream_copy", "dequantize_4bit", "seeded_dropout", "fused_linear_cross_entropy_backward"}
     tunable = {op: [launch.tunable for launch in _C.plans(op, device, 8192, 4096)] for op in OPS}
     assert {op for op, found in tunable.items() if not any(found)} == without
     assert {name for found in tunable.values() for name in found if name} <= set(OPS)

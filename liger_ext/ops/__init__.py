@@ -25,6 +25,7 @@ from liger_ext.ops.linear_log_probs import *
 from liger_ext.ops.relu_squared import *
 from liger_ext.ops.rms_norm import *
 from liger_ext.ops.rope import *
+from liger_ext.ops.seeded_dropout import *
 from liger_ext.ops.softmax import *
 from liger_ext.ops.stream_copy import *
 

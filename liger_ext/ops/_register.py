@@ -109,10 +109,10 @@ def register_row_op(name: str, *, fake: Callable | None = None, keeps_output: bo
     )
 
 
-def register_without_derivative(op: str, fake: Callable) -> None:
-    """Registers an op without a derivative, such as one that overwrites arguments. It raises an error for tensors that
-    require a gradient. It increments the version of overwritten arguments, so that autograd raises an error if another
-    backward has saved one."""
+def register_without_derivative(op: str, fake: Callable, recorded: Callable | None = None) -> None:
+    """Registers an op without a backward op, such as one that overwrites arguments. ``recorded`` computes it by ops that
+    autograd records, if a tensor requires a gradient. None: such a tensor raises an error. The op increments the
+    version of overwritten arguments, so that autograd raises an error if another backward has saved one."""
     _register_op(op, fake)
     overload = getattr(torch.ops.liger_ext, op).default
     names = [argument.name for argument in overload._schema.arguments]
@@ -122,6 +122,8 @@ def register_without_derivative(op: str, fake: Callable) -> None:
         if forward_ad._current_level >= 0:
             _refuse_forward_mode(op, args)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            if recorded is not None:
+                return recorded(*args)
             name = next(n for n, t in zip(names, args, strict=True) if torch._C._any_requires_grad(t))
             raise RuntimeError(f"liger_ext::{op} has no derivative: {name} requires a gradient, expected none")
         with torch._C._AutoDispatchBelowAutograd():

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import dropout_mask
 import four_bit
 import test_linear_log_probs
 import torch
@@ -105,6 +106,7 @@ def run_checks(device: Device, report: Report) -> None:
     checks = (
         check_stream_copy,
         check_dequantize_4bit,
+        check_seeded_dropout,
         check_bad_targets,
         check_saved_without_gaps,
         check_glu_backward_h,
@@ -126,6 +128,11 @@ def check_stream_copy(device: Device) -> None:
 
 def check_dequantize_4bit(device: Device) -> None:
     for name, found, expected in four_bit.cases(device.place):
+        assert same_bits(found, expected), name
+
+
+def check_seeded_dropout(device: Device) -> None:
+    for name, found, expected in dropout_mask.cases(device.place):
         assert same_bits(found, expected), name
 
 

@@ -1,0 +1,87 @@
+// Dropout with a seed. Bound by memory: x is read and the output written, or read and written, each element once. A thread issues all of
+// its loads before it uses the first value. A vector has eight elements of any dtype, which take one call of Philox; in rows that are not
+// aligned each element takes a call.
+#include "kernels/seeded_dropout.h"
+
+#include "gpu/device.h"
+#include "gpu/tiles.h"
+#include "launch/seeded_dropout.h"
+#include "math/philox.h"
+
+namespace liger::gpu {
+namespace {
+
+struct Arithmetic {
+  static LIGER_DEVICE void product(uint32_t m, uint32_t v, uint32_t& high, uint32_t& low) {
+    const uint64_t wide = uint64_t{m} * v;
+    high = uint32_t(wide >> 32);
+    low = uint32_t(wide);
+  }
+};
+
+template <class T, int VEC, bool Add> struct SeededDropoutKernel {
+  struct Args {
+    Tiles tiles;
+    SeededDropout op;
+  };
+  static constexpr int K = launch::seeded_dropout_k, max_threads = launch::seeded_dropout_kernel.instance(VEC).max_threads;
+
+  static LIGER_DEVICE void run(const Args& a) {
+    const Tile<VEC, K> tile(a.tiles);
+    const auto columns = tile.columns();
+    Packed<T, VEC> x[K];
+    columns.template load<Hint::stream>(x, a.op.x.data, tile.row * a.op.x.stride);
+    if constexpr (!Add) finish<T>(a.op, tile.row, columns, x);
+    else
+      with_dtype(a.op.out.dtype, [&](auto tag) {
+        using Out = std::remove_cvref_t<decltype(tag)>;
+        finish<Out>(a.op, tile.row, columns, x);
+      });
+  }
+
+ private:
+  template <class Out>
+  static LIGER_DEVICE void finish(const SeededDropout& a, int64_t row, const Columns<VEC, K>& columns, const Packed<T, VEC> (&x)[K]) {
+    Packed<Out, VEC> out[K];
+    if constexpr (Add) columns.template load<Hint::in_place>(out, a.out.data, row * a.out.stride);
+    const auto seed = uint64_t(*a.seed);
+    const float scale = float(a.scale);
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      if (!columns.has(k)) continue;
+      const int64_t column = columns.first + k * columns.step;
+      uint32_t words[4];
+      math::dropout_numbers<Arithmetic>(words, uint32_t(column / 8), uint64_t(a.first_row + row), a.stream, seed);
+      float values[VEC];
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) {
+        const uint32_t number = VEC == 1 ? single(words, int(column % 8)) : words[i / 2 % 4] >> (i % 2 * 16) & 0xffff;
+        values[i] = number >= a.threshold ? rounded_product(x[k][i], scale) : 0.f;
+        if constexpr (Add) values[i] += out[k][i];
+      }
+      out[k].set(values);
+    }
+    columns.template store<Hint::stream>(out, a.out.data, row * a.out.stride);
+  }
+  // The number of one column, without an array in memory.
+  static LIGER_DEVICE uint32_t single(const uint32_t (&words)[4], int i) {
+    const uint32_t low = i & 2 ? words[1] : words[0], high = i & 2 ? words[3] : words[2];
+    return (i & 4 ? high : low) >> (i % 2 * 16) & 0xffff;
+  }
+};
+
+}  // namespace
+
+void seeded_dropout(const SeededDropout& a, Stream stream) {
+  const bool are_aligned = aligned(a.x, a.cols) && aligned(a.out, a.cols);
+  const launch::Launch config = launch::seeded_dropout(device_profile(stream.device), a.rows, a.cols, are_aligned);
+  dispatch(a.x.dtype, [&](auto tag) {
+    using T = decltype(tag);
+    with_instance<launch::seeded_dropout_kernel>(config, [&]<Instance I>() {
+      if (a.add) launch<SeededDropoutKernel<T, I.vec, true>>(config, {Tiles(config), a}, stream);
+      else launch<SeededDropoutKernel<T, I.vec, false>>(config, {Tiles(config), a}, stream);
+    });
+  });
+}
+
+}  // namespace liger::gpu
