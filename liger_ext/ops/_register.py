@@ -110,9 +110,9 @@ def register_row_op(name: str, *, fake: Callable | None = None, keeps_output: bo
 
 
 def register_without_derivative(op: str, fake: Callable, recorded: Callable | None = None) -> None:
-    """Registers an op without a backward op, such as one that overwrites arguments. ``recorded`` computes it by ops that
-    autograd records, if a tensor requires a gradient. None: such a tensor raises an error. The op increments the
-    version of overwritten arguments, so that autograd raises an error if another backward has saved one."""
+    """Registers an op without a backward op, such as one that overwrites arguments. If a tensor requires a gradient,
+    ``recorded`` computes the op by ops that autograd records; None: such a tensor raises an error. The op increments
+    the version of overwritten arguments, so that autograd raises an error if another backward has saved one."""
     _register_op(op, fake)
     overload = getattr(torch.ops.liger_ext, op).default
     names = [argument.name for argument in overload._schema.arguments]
