@@ -31,8 +31,8 @@ def test_the_op_has_the_published_numbers(device):
     words = (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
     x, seed = torch.ones(1, 8, device=device), torch.tensor([0], device=device)
     for column, number in enumerate(n for w in words for n in (w & 0xFFFF, w >> 16)):
-        kept, after = (bool(seeded_dropout(x, seed, 0, 0, n / 65536)[0, column]) for n in (number, number + 1))
-        assert kept and not after, column
+        keeps, after = (bool(seeded_dropout(x, seed, 0, 0, n / 65536)[0, column]) for n in (number, number + 1))
+        assert keeps and not after, column
 
 
 def test_the_bits(device):
@@ -66,15 +66,15 @@ def test_statistics(device, p):
     rows, columns = 512, 1024
     x = torch.ones(rows, columns, device=device)
 
-    def kept(seed, stream, first_row=0):
+    def drawn(seed, stream, first_row=0):
         return seeded_dropout(x, torch.tensor([seed], device=device), stream, first_row, p).cpu() != 0
 
-    first = kept(1, 0)
+    first = drawn(1, 0)
     for dim in ((0, 1), 0, 1):
         count = first.numel() // first.sum(dim).numel()
         deviation = (first.double().mean(dim) - (1 - p)).abs().max()
         assert deviation <= 5.5 * math.sqrt(p * (1 - p) / count) + 2**-17, dim
-    others = [kept(2, 0), kept(1 + 2**32, 0), kept(1, 1), kept(1, 0, rows), kept(1, 0, 2**32)]
+    others = [drawn(2, 0), drawn(1 + 2**32, 0), drawn(1, 1), drawn(1, 0, rows), drawn(1, 0, 2**32)]
     others += [first.roll(n, dim) for n in (1, 2, 4, 8, 64) for dim in (0, 1)]
     assert max(correlation(first, other, p) for other in others) <= 5.5
     outputs = seeded_dropout(x, torch.tensor([1], device=device), 0, 0, p).double()
@@ -179,15 +179,19 @@ def test_opcheck(device):
     torch.library.opcheck(add_, (total, x.bfloat16(), SEED.to(device), 1, 2, 0.25))
 
 
-def test_compiles(device):
-    def step(total, x, seed):
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_compiles(device, requires_grad):
+    def step(x, seed):
         y = seeded_dropout(x, seed, 0, 0, 0.3)
-        add_(total, 2 * y, seed, 0, 0, 0.3)
-        return y, total.sin()
+        add_(total := x.float().sin(), y, seed, 1, 0, 0.3)
+        return total
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
     for rows in (6, 10):
-        x, seed = normal(rows, 24, device=device), SEED.to(device) + rows
-        totals = torch.ones(2, rows, 24, device=device)
-        assert all(map(torch.equal, compiled(totals[0], x, seed), step(totals[1], x, seed)))
-        assert torch.equal(*totals)
+        x, seed = normal(rows, 24, device=device, dtype=torch.bfloat16), SEED.to(device) + rows
+        leaves = [x.clone().requires_grad_(requires_grad) for _ in range(2)]
+        outputs = [f(leaf, seed) for f, leaf in zip((compiled, step), leaves, strict=True)]
+        assert torch.equal(*outputs)
+        if requires_grad:
+            gradients = [torch.autograd.grad(y.sum(), leaf)[0] for y, leaf in zip(outputs, leaves, strict=True)]
+            assert torch.equal(*gradients)
