@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from llama_models import one_thread  # noqa: F401
 from test_benchmarks_train import BATCH, SEQ, TINY
 
 from benchmarks import __main__ as cli
