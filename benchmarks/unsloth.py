@@ -2,7 +2,7 @@
 
 A PEFT Llama keeps its structure; its norms, its linear layers with adapters, its rotary embedding and its loss call
 Unsloth's functions. Unsloth's own loader, which replaces whole models, does not run: neither package's `__init__` is
-executed, so a folder with the unpacked wheels `unsloth` and `unsloth_zoo` in PYTHONPATH is enough.
+executed, so a folder with the unpacked wheels `unsloth` and `unsloth_zoo` (2026.10.9) in PYTHONPATH is enough.
 """
 
 from __future__ import annotations
