@@ -121,7 +121,8 @@ PASSED_CONFIGS["mistral_large4"] = SIZES | LATENT | ROUTED | INDEXED | dict(fina
 _NAMES = """
     ernie4_5_vl_moe evolla fuyu gemma3 gemma4 glm4v glm4v_moe glm5_next hunyuan_vl hyperclovax_vision_v2 idefics3
     internvl llama4 llava llava_next mistral3 mistral_large4 mllama muse_glimmer muse_spark paligemma
-    qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_5 qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe smolvlm video_llava vipllava
+    qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_5 qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe smolvlm video_llava
+    vipllava
 """
 MODELS = [name for name in _NAMES.split() if name in CONFIG_MAPPING]
 
