@@ -99,21 +99,9 @@ PASSED_CONFIGS["gemma4"] = SIZES | dict(
     sliding_window=6,
     layer_types=["sliding_attention", "full_attention"],
 )
-PASSED_CONFIGS["glm5_next"] = (SIZES | LATENT | ROUTED) | dict(
-    qk_rope_head_dim=0,
-    n_routed_experts=4,
-    index_topk=4,
-    index_kpool=2,
-    index_head_dim=16,
-    index_n_heads=2,
-    hc_mult=2,
-    linear_head_dim=8,
-    linear_num_heads=4,
-    layer_types=["linear_attention", "indexed_attention"],
-    mlp_layer_types=["dense", "sparse"],
-    output_router_logits=True,
-    router_aux_loss_coef=0.5,
-)
+_GLM5 = dict(qk_rope_head_dim=0, index_kpool=2, hc_mult=2, linear_head_dim=8, linear_num_heads=4, num_hidden_layers=2)
+_GLM5 |= dict(layer_types=["linear_attention", "indexed_attention"], mlp_layer_types=["dense", "sparse"])
+PASSED_CONFIGS["glm5_next"] = SIZES | INDEXED | _GLM5 | dict(output_router_logits=True, router_aux_loss_coef=0.5)
 PASSED_CONFIGS["llama4"] = SIZES | dict(
     head_dim=16, num_local_experts=4, intermediate_size_mlp=96, interleave_moe_layer_step=2, attention_chunk_size=32
 )
