@@ -53,7 +53,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=suite.DTYPES, default=None, help="default: bf16 on a GPU, fp32 on a CPU")
     parser.add_argument("--providers", nargs="+", default=(), help="only: liger_ext, torch, torch.compile, ...")
-    parser.add_argument("--ops", nargs="+", default=(), help="only these ops (rows, host) or cases (log_probs)")
+    parser.add_argument(
+        "--ops", nargs="+", default=(), help="only these ops (rows, host), cases (log_probs) or set-ups (lora)"
+    )
     models = "prefixes of models' names, as Llama-1B (plans, log_probs, train, families, lora, trl_steps)"
     parser.add_argument("--models", nargs="+", default=(), help=models)
     train = parser.add_argument_group("whole training steps (train, families, lora)")

@@ -37,9 +37,7 @@ def table(records: list[Steps], settings: suite.Settings) -> suite.Grid:
         if r.step is None:
             grid.rows.append([r.model, r.provider, f"fails: {r.error}", "", "", "", ""])
             continue
-        base = stock.get(r.model)
-        time = f"{r.step.median / base.step.median:.3f}" if base else ""
-        memory = f"{r.peak_mib / base.peak_mib:.3f}" if base else ""
+        time, memory = r.shares(stock.get(r.model))
         figures = [suite.duration(r.step), time, f"{r.peak_mib:,.0f}", memory, f"{r.loss:.4f}"]
         grid.rows.append([r.model, r.provider, *figures])
     return grid

@@ -21,11 +21,21 @@ _1B = dict(_LLAMA, hidden_size=2048, intermediate_size=8192, num_hidden_layers=1
 _8B = dict(_LLAMA, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, tie_word_embeddings=False)
 _SMALL = dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=9,
               num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True)  # fmt: skip
+_GEMMA2 = dict(model_type="gemma2", hidden_size=2304, intermediate_size=9216, vocab_size=256000, head_dim=256,
+               num_attention_heads=8, num_key_value_heads=4)  # fmt: skip
 # name: (configuration, batch, tokens of a sequence)
 MODELS_CUDA = {
     "Llama-1B 8x2048": (_1B, 8, 2048),
     "Llama-1B 4x8192": (_1B, 4, 8192),
     "Llama-8B 1x4096": (_8B, 1, 4096),
+}
+# Steps that train only LoRA adapters; the first is the default.
+LORA_CUDA = {
+    "Llama-1B 8x2048": (_1B, 8, 2048),
+    "Llama-1B 1x512": (_1B, 1, 512),
+    "Llama-8B 2x2048": (_8B, 2, 2048),
+    "Llama-8B 4x4096": (_8B, 4, 4096),
+    "Gemma2-2B 4x2048": (dict(_GEMMA2, num_hidden_layers=26), 4, 2048),
 }
 MODELS_CPU = {"SmolLM2-135M, 6 layers": (_SMALL, 1, 256)}
 # A few layers of each model, with about its width.
@@ -35,8 +45,7 @@ FAMILIES_CUDA = {
                         num_hidden_layers=4), 4, 2048),
     "Qwen3-4B": (dict(_HEADS, model_type="qwen3", hidden_size=2560, intermediate_size=9728, vocab_size=151936,
                       num_hidden_layers=4, tie_word_embeddings=True), 4, 2048),
-    "Gemma2-2B": (dict(model_type="gemma2", hidden_size=2304, intermediate_size=9216, vocab_size=256000, head_dim=256,
-                       num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=4), 2, 2048),
+    "Gemma2-2B": (dict(_GEMMA2, num_hidden_layers=4), 2, 2048),
     "Gemma3-1B": (dict(model_type="gemma3_text", hidden_size=1152, intermediate_size=6912, vocab_size=262144,
                        head_dim=256, num_attention_heads=4, num_key_value_heads=1, num_hidden_layers=6), 4, 2048),
     "Phi3-mini": (dict(model_type="phi3", hidden_size=3072, intermediate_size=8192, vocab_size=32064, pad_token_id=0,
@@ -59,7 +68,7 @@ FAMILIES_CPU = {
 # The first is the default.
 CONTEXT_CUDA, CONTEXT_CPU = {"Llama-8B": _8B, "Llama-1B": _1B}, {"SmolLM2-135M, 6 layers": _SMALL}
 
-STOCK, OURS, COMPILED = "Hugging Face", "liger_ext", "torch.compile"
+STOCK, OURS, COMPILED, UNSLOTH = "Hugging Face", "liger_ext", "torch.compile", "Unsloth's kernels"
 
 
 def _stock(model: torch.nn.Module) -> torch.nn.Module:
@@ -78,6 +87,12 @@ def _liger(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+def _unsloth(model: torch.nn.Module) -> Callable:
+    from . import unsloth
+
+    return unsloth.prepare(model)
+
+
 def providers(device: str) -> dict[str, Callable[[torch.nn.Module], torch.nn.Module]]:
     """Functions that prepare a model. The other providers' losses are compared with the first provider's."""
     out = {
@@ -92,9 +107,13 @@ def providers(device: str) -> dict[str, Callable[[torch.nn.Module], torch.nn.Mod
 
 
 def on_request(device: str) -> dict[str, Callable[[torch.nn.Module], torch.nn.Module]]:
-    """All providers, also those that run only if --providers names them: other levels of memory."""
+    """All providers, also those that run only if --providers names them: other levels of memory. Unsloth's kernels,
+    a default of the suite lora, train only adapters."""
     others = [level for level in MEMORY_LEVELS if level != "auto"]
-    return providers(device) | {f"{OURS} memory={level}": partial(_patched, memory=level) for level in others}
+    out = providers(device) | {f"{OURS} memory={level}": partial(_patched, memory=level) for level in others}
+    if device == "cuda" and has("unsloth") and has("unsloth_zoo"):
+        out[UNSLOTH] = _unsloth
+    return out
 
 
 def build(config: dict, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:

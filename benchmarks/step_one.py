@@ -21,6 +21,18 @@ RANK, LEARNING_RATE = 16, 1e-4
 WARM_UP, STEPS = 3, 11
 
 
+@dataclass(frozen=True)
+class SetUp:
+    """How LoRA adapters train."""
+
+    fp32: bool = False  # the adapters, as PEFT creates them for 16-bit weights; otherwise in the model's dtype
+    autocast: bool = False
+    four_bit: bool = False  # bitsandbytes' nf4, with compressed statistics, in all linear layers but the head
+    dropout: float = 0.0
+    prepared: bool = False  # by PEFT's prepare_model_for_kbit_training: norms, embedding and head in fp32
+    checkpoints: bool = False  # of every layer, not reentrant
+
+
 @dataclass
 class Measured:
     step: Timing
@@ -29,28 +41,24 @@ class Measured:
 
 
 def measure(
-    config: dict, batch: int, seq: int, provider: str, device: str, dtype: str, say: Callable,
-    lora: bool = False, autocast: bool = False, four_bit: bool = False,
-) -> Measured:  # fmt: skip
-    """lora: train only adapters; with autocast they are in fp32, as PEFT initialises them for 16-bit weights. four_bit:
-    bitsandbytes' nf4 weights, with compressed statistics, in all linear layers but the head."""
+    config: dict, batch: int, seq: int, provider: str, device: str, dtype: str, say: Callable, lora: dict | None = None
+) -> Measured:
+    """lora: the fields of a `SetUp`; only adapters train. None: all weights train."""
     place, kind = torch.device(device), suite.DTYPES[dtype]
     meter = Meter(place)
     empty = 0 if place.type == "cuda" else meter.reset()
     say("building model and data")
     model = models.build(config, place, kind)
-    if four_bit:
-        _quantise(model, kind)
-    adapted = _with_adapters(model, autocast) if lora else model
+    adapted = model if lora is None else _with_adapters(model, kind, SetUp(**lora))
     trained = models.on_request(device)[provider](model)
-    if trained is not model:  # compile the base model, because PEFT's wrapper does not call the compiled one
+    if trained is not model:  # a compiled base model, or a function of its parts, which PEFT's wrapper does not call
         adapted = trained
     optimizer = optimizer_for(model, LEARNING_RATE)
     tokens = batches(hashed_words(config["vocab_size"]), 1, batch, seq, None)[0].to(place)
 
     def step() -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(place.type, torch.bfloat16, enabled=autocast):
+        with torch.autocast(place.type, torch.bfloat16, enabled=bool(lora) and lora["autocast"]):
             loss = adapted(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()
@@ -82,8 +90,20 @@ def _quantise(model: torch.nn.Module, dtype: torch.dtype) -> None:
     model.is_loaded_in_4bit = True  # as from_pretrained sets it: selects PEFT's class for 4-bit layers
 
 
-def _with_adapters(model: torch.nn.Module, autocast: bool) -> torch.nn.Module:
+def _with_adapters(model: torch.nn.Module, dtype: torch.dtype, set_up: SetUp) -> torch.nn.Module:
     import peft
 
-    adapter = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
-    return peft.get_peft_model(model, adapter, autocast_adapter_dtype=autocast).train()
+    if set_up.four_bit:
+        _quantise(model, dtype)
+    if set_up.prepared:
+        peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    if set_up.checkpoints:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    adapter = peft.LoraConfig(
+        r=RANK, lora_alpha=2 * RANK, lora_dropout=set_up.dropout, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    adapted = peft.get_peft_model(model, adapter).train()
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.float32 if set_up.fp32 else dtype)
+    return adapted

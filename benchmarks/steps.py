@@ -34,6 +34,12 @@ class Steps:
             return f"{self.name}: {self.error}"
         return f"{self.name}: {suite.duration(self.step)}, {self.peak_mib:,.0f} MiB, loss {self.loss:.4f}"
 
+    def shares(self, base: Steps | None) -> tuple[str, str]:
+        """The time and the memory divided by those of ``base``, for a table; empty without ``base``."""
+        if base is None:
+            return "", ""
+        return f"{self.step.median / base.step.median:.3f}", f"{self.peak_mib / base.peak_mib:.3f}"
+
 
 Record = TypeVar("Record", bound=Steps)
 

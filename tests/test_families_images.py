@@ -99,14 +99,18 @@ PASSED_CONFIGS["gemma4"] = SIZES | dict(
     sliding_window=6,
     layer_types=["sliding_attention", "full_attention"],
 )
+_GLM5 = dict(qk_rope_head_dim=0, index_kpool=2, hc_mult=2, linear_head_dim=8, linear_num_heads=4, num_hidden_layers=2)
+_GLM5 |= dict(layer_types=["linear_attention", "indexed_attention"], mlp_layer_types=["dense", "sparse"])
+PASSED_CONFIGS["glm5_next"] = SIZES | INDEXED | _GLM5 | dict(output_router_logits=True, router_aux_loss_coef=0.5)
 PASSED_CONFIGS["llama4"] = SIZES | dict(
     head_dim=16, num_local_experts=4, intermediate_size_mlp=96, interleave_moe_layer_step=2, attention_chunk_size=32
 )
 PASSED_CONFIGS["mistral_large4"] = SIZES | LATENT | ROUTED | INDEXED | dict(final_logit_softcapping=5.0, head_dim=24)
 _NAMES = """
-    ernie4_5_vl_moe evolla fuyu gemma3 gemma4 glm4v glm4v_moe hunyuan_vl hyperclovax_vision_v2 idefics3 internvl llama4
-    llava llava_next mistral3 mistral_large4 mllama muse_glimmer muse_spark paligemma qwen2_5_omni_thinker qwen2_5_vl
-    qwen2_vl qwen3_5 qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe smolvlm video_llava vipllava
+    ernie4_5_vl_moe evolla fuyu gemma3 gemma4 glm4v glm4v_moe glm5_next hunyuan_vl hyperclovax_vision_v2 idefics3
+    internvl llama4 llava llava_next mistral3 mistral_large4 mllama muse_glimmer muse_spark paligemma
+    qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_5 qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe smolvlm video_llava
+    vipllava
 """
 MODELS = [name for name in _NAMES.split() if name in CONFIG_MAPPING]
 
@@ -126,8 +130,8 @@ def build(model_type, device="cpu"):
         model_type, **({"text_config": PASSED_CONFIGS[model_type]} if model_type in PASSED_CONFIGS else {})
     )
     text = config.get_text_config()
-    keeps_rope = model_type == "fuyu" or "full_attention" in (text.rope_parameters or {})
     if model_type not in PASSED_CONFIGS:
+        keeps_rope = model_type == "fuyu" or "full_attention" in (text.rope_parameters or {})
         fill(text, {k: v for k, v in TEXT.items() if k != "rope_parameters" or not keeps_rope})
     if text.pad_token_id is None:
         text.pad_token_id = 0
