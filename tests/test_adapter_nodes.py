@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from family_models import build, patched
+from family_models import assert_same, build, patched
 from llama_models import (  # noqa: F401
     LEVELS,
     assert_as_good,
@@ -109,8 +109,11 @@ def test_as_good_as_stock(family, memory, checkpoints):
     if checkpoints:
         for each in (stock, model, reference):
             checkpoint_layers(each, checkpoints == "reentrant")
-    expected = step(stock, make_batch("cpu"))
-    assert_as_good(step(model, make_batch("cpu")), expected, step(reference, make_batch("cpu")))
+    found, expected, exact = (step(each, make_batch("cpu")) for each in (model, stock, reference))
+    if family == "qwen3_5_text":  # a float64 copy still computes in fp32, so it is no reference
+        assert_same(found, expected)
+    else:
+        assert_as_good(found, expected, exact)
 
 
 def test_without_gradients_pefts_forward_runs():
