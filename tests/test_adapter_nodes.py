@@ -85,12 +85,12 @@ def make_dora(layer: Linear) -> None:
     layer.set_adapter("other")
 
 
-def make_two_active(layer: Linear) -> None:
+def make_both_active(layer: Linear) -> None:
     layer.update_layer("other", r=2, lora_alpha=2, config=peft.LoraConfig())
     layer.set_adapter(["default", "other"])
 
 
-@pytest.mark.parametrize("change", [make_dora, make_two_active])
+@pytest.mark.parametrize("change", [make_dora, make_both_active])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_neighbours_of_an_adapter_that_is_not_plain(family, change):
     model = patched(adapt(build(family)))
