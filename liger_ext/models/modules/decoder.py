@@ -8,7 +8,6 @@ import ast
 import functools
 import inspect
 import re
-import sys
 from collections.abc import Callable
 
 import torch
@@ -18,12 +17,13 @@ from transformers.models.llama import modeling_llama
 from liger_ext import functional
 from liger_ext.models.modules.mlp import MLP, has_silu, only_activation_runs
 from liger_ext.models.modules.norms import RMSNorm, is_plain_rms_norm
+from liger_ext.models.modules.stand_in import StandIn, call, find_uses, fused_names, runs_in_nodes, sees_no_module
 from liger_ext.models.patching.calls import only_forward_runs
-from liger_ext.models.patching.forwards import find_foreign, parse_function, source_text
+from liger_ext.models.patching.forwards import find_foreign, source_text
 from liger_ext.models.patching.source import find_calls
 from liger_ext.models.patching.swap import Mixin
-from liger_ext.models.training.checkpoint import checkpoint_run, counting_runs
-from liger_ext.models.training.nodes import adapted, fused_linears, norm_linears, norm_mlp
+from liger_ext.models.training.checkpoint import checkpoint_run, counting_runs, is_differentiated
+from liger_ext.models.training.nodes import fused_linears, norm_linears, norm_mlp
 from liger_ext.models.training.recompute import recompute_when_saved, recomputed
 
 
@@ -32,8 +32,15 @@ class Attention(Mixin):
 
     @classmethod
     def inspect_stock(cls, stock: type[nn.Module]) -> None:
-        cls.CALLS_PROJECTIONS = _calls_its_projections(stock.forward) and _only_reads_itself(stock.forward)
-        cls.CALLS_OUTPUT = _only_calls(stock.forward, "o_proj")
+        cls.USES = find_uses(stock.forward)
+        cls.CALLS_PROJECTIONS = _calls_its_projections(stock.forward) and {*_PROJECTIONS} <= {*cls.USES.layers}
+
+    @classmethod
+    def wrap_forward(cls, forward: Callable) -> Callable:
+        return runs_in_nodes(forward, cls.USES)
+
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 # In transformers 4.53 to 4.57 a checkpoint of a layer includes the layer's hooks.
@@ -95,7 +102,7 @@ class DecoderLayer(Mixin):
         return x
 
     def _feed_forward(self, normed: torch.Tensor) -> torch.Tensor | tuple:
-        return getattr(self, self.FEED_FORWARD)(normed)
+        return call(getattr(self, self.FEED_FORWARD), normed)
 
     def _mlp_summand(self, x: torch.Tensor | tuple, residual: torch.Tensor) -> torch.Tensor:
         """Returns the summand for `residual`, from the MLP's result. Experts return a tuple with router logits, or
@@ -119,20 +126,21 @@ class DecoderLayer(Mixin):
         norm, attention = getattr(self, self.INPUT_NORM), getattr(self, self.ATTENTION)
         arguments = self._attention_arguments(arguments)
         if not is_plain_rms_norm(norm) or norm.raises_dtype(hidden_states):
-            return hidden_states, *attention(hidden_states=norm(hidden_states), **arguments)
-        projections = [getattr(attention, name, None) for name in _Projected.NAMES]
+            return hidden_states, *call(attention, hidden_states=norm(hidden_states), **arguments)
+        projections = [getattr(attention, name, None) for name in _PROJECTIONS]
         cls = type(attention)
         plain = cls.__bases__[0] is Attention and cls.CALLS_PROJECTIONS and only_forward_runs(attention)
         plain = plain and isinstance(norm, RMSNorm)
-        one_node = plain and self._is_differentiated() and _sees_no_module(attention)
+        one_node = plain and is_differentiated() and sees_no_module(attention)
         linears = fused_linears(hidden_states, projections, self.training) if one_node else None
         if linears is not None:
             stream, *projected = norm_linears(hidden_states, norm, linears, self._level())
-            attention = functools.partial(cls.forward, _Projected(attention, projected))
-            return stream, *attention(hidden_states=hidden_states, **arguments)
+            results = dict(zip(_PROJECTIONS, projected, strict=True))
+            stand_in = StandIn(attention, fused_names(attention, cls.USES), results)
+            return stream, *cls.forward.__wrapped__(stand_in, hidden_states=hidden_states, **arguments)
         normed = norm(hidden_states)
         with recompute_when_saved(self, normed, functional.rms_norm, hidden_states, *norm.liger_arguments()):
-            return hidden_states, *attention(hidden_states=normed, **arguments)
+            return hidden_states, *call(attention, hidden_states=normed, **arguments)
 
     @property
     def _gradient_checkpointing_func(self) -> Callable:
@@ -171,10 +179,6 @@ class DecoderLayer(Mixin):
             ours = len(function.args) == 1 and function.args[0] is self
         return ours and find_foreign(called, __name__, "DecoderLayer.forward", ("transformers", "liger_ext")) is None
 
-    def _is_differentiated(self) -> bool:
-        # A reentrant checkpoint's first run has gradients off.
-        return torch.is_grad_enabled() or checkpoint_run(self) > 0
-
     def _level(self) -> str:
         """Returns the level of memory of this call: one with which a checkpoint of the whole layer computes nothing a
         third time."""
@@ -188,7 +192,7 @@ class DecoderLayer(Mixin):
         """Returns the linear layers of an MLP that can run in one node with its norm; None for any other MLP."""
         mlp = getattr(self, self.FEED_FORWARD)
         one_node = (
-            self._is_differentiated()
+            is_differentiated()
             and type(self)._mlp_summand is DecoderLayer._mlp_summand
             and type(mlp).__bases__[0] is MLP
             and mlp.BEFORE_DOWN is mlp.FACTOR is None
@@ -201,40 +205,6 @@ class DecoderLayer(Mixin):
         return fused_linears(stream, [getattr(mlp, name) for name in (mlp.GATE, mlp.UP, mlp.DOWN)], self.training)
 
 
-class _Projected:
-    """An attention whose projections of queries, keys and values have run: called with any argument, they return these
-    results. The projection of the output runs unchanged, or fused with its adapter."""
-
-    NAMES = ("q_proj", "k_proj", "v_proj")
-
-    def __init__(self, attention: nn.Module, projected: list[torch.Tensor]) -> None:
-        self._attention = attention
-        for name, result in zip(self.NAMES, projected, strict=True):
-            setattr(self, name, lambda _, result=result: result)
-        if attention.CALLS_OUTPUT and type(attention.o_proj) is not nn.Linear:
-            self.o_proj = lambda x: adapted(attention.o_proj, x, attention.training)
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._attention, name)
-
-
-def _sees_no_module(attention: nn.Module) -> bool:
-    """Returns whether the attention function is from transformers. A user's function must receive the module itself,
-    because it may store results on it or read its weights."""
-    names = vars(sys.modules[attention.STOCK_MODULE])
-    functions, default = names.get("ALL_ATTENTION_FUNCTIONS"), names.get("eager_attention_forward")
-    if functions is None or default is None:
-        return False
-    function = functions.get(attention.config._attn_implementation, default)
-    return getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0] == "transformers"
-
-
-def _only_calls(forward: Callable, name: str) -> bool:
-    """Returns whether `forward` calls the module of this name and does nothing else with it."""
-    code = source_text(forward)
-    return code is not None and f"self.{name}(" in code and re.search(rf"\bself\.{name}\b(?!\()", code) is None
-
-
 def _calls_its_projections(forward: Callable) -> bool:
     """Returns whether an attention's `forward` calls each projection once, on its argument `hidden_states`, and uses
     the projections and the values of `hidden_states` for nothing else."""
@@ -242,18 +212,8 @@ def _calls_its_projections(forward: Callable) -> bool:
     if code is None:
         return False
     body = re.sub(r"\bhidden_states\.(shape|device|dtype)\b", "", code.partition("\n")[2])
-    calls = [f"self.{name}(hidden_states)" for name in _Projected.NAMES]
-    once = all(body.count(call) == 1 for call in calls)
-    for call in calls:
-        body = body.replace(call, "")
+    texts = [f"self.{name}(hidden_states)" for name in _PROJECTIONS]
+    once = all(body.count(text) == 1 for text in texts)
+    for text in texts:
+        body = body.replace(text, "")
     return once and re.search(r"\bhidden_states\b|\bself\.[qkv]_proj\b", body) is None
-
-
-def _only_reads_itself(forward: Callable) -> bool:
-    """Returns whether an attention's `forward` uses `self` only to read attributes and to pass it to the attention
-    function (see `_sees_no_module`). Then another object with the same attributes may replace `self`."""
-    nodes = list(ast.walk(parse_function(forward) or ast.Name("self")))
-    calls = (n for n in nodes if isinstance(n, ast.Call) and n.args)
-    read = [n.value for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)]
-    read += [n.args[0] for n in calls if ast.unparse(n.func) in ("attention_interface", "hasattr", "getattr")]
-    return all(n in read for n in nodes if isinstance(n, ast.Name) and n.id in ("self", "super", "__class__"))

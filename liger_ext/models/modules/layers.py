@@ -10,6 +10,7 @@ from liger_ext import functional
 from liger_ext.models.modules.decoder import DecoderLayer
 from liger_ext.models.modules.mlp import MLP, only_activation_runs
 from liger_ext.models.modules.norms import is_plain_rms_norm
+from liger_ext.models.modules.stand_in import call, project
 from liger_ext.models.patching.forwards import source_text
 from liger_ext.models.patching.source import find_calls
 from liger_ext.models.training.recompute import recompute_when_saved, recomputed
@@ -54,11 +55,12 @@ class Gemma4Layer(SandwichLayer):
 
     def _results(self, hidden_states: torch.Tensor, arguments: dict[str, object], others: list) -> torch.Tensor:
         if getattr(self, "hidden_size_per_layer_input", 0):
-            gate, given = self.per_layer_input_gate(hidden_states), arguments["per_layer_input"]
+            gate, given = project(self, "per_layer_input_gate", hidden_states), arguments["per_layer_input"]
             op = MLP.ACTIVATION_OPS.get(type(self.act_fn)) if only_activation_runs(self.act_fn) else None
             fits = op and gate.dtype == given.dtype and gate.shape == given.shape
             gated = recomputed(self, op[0], gate, given, *op[1:]) if fits else self.act_fn(gate) * given
-            hidden_states = hidden_states + self.post_per_layer_input_norm(self.per_layer_projection(gated))
+            projected = project(self, "per_layer_projection", gated)
+            hidden_states = hidden_states + self.post_per_layer_input_norm(projected)
         return hidden_states * self.layer_scalar
 
 
@@ -78,7 +80,7 @@ class RecurrentLayer(DecoderLayer):
     def _recur(self, normed: torch.Tensor, arguments: dict[str, object]) -> torch.Tensor:
         given = {name: arguments[value] for name, value in self.MODULE_ARGUMENTS.items()}
         rest = {n: v for n, v in arguments.items() if n not in self.DEFAULTS} if self.PASSES_REST else {}
-        return getattr(self, self.RECURRENT)(hidden_states=normed, **given, **rest)
+        return call(getattr(self, self.RECURRENT), hidden_states=normed, **given, **rest)
 
 
 class FalconH1Layer(RecurrentLayer):
@@ -88,7 +90,8 @@ class FalconH1Layer(RecurrentLayer):
         normed = getattr(self, self.INPUT_NORM)(hidden_states)
         recurrent = self._recur(normed, arguments) * self.ssm_out_multiplier
         given = self._attention_arguments(arguments)
-        attention, weights = getattr(self, self.ATTENTION)(hidden_states=normed * self.attention_in_multiplier, **given)
+        scaled = normed * self.attention_in_multiplier
+        attention, weights = call(getattr(self, self.ATTENTION), hidden_states=scaled, **given)
         return hidden_states, recurrent + attention * self.attn_out_multiplier, weights
 
     def _results(self, hidden_states: torch.Tensor, *_) -> tuple[torch.Tensor]:
@@ -147,7 +150,7 @@ class GraniteMoeHybridLayer(ScaledLayer, HybridLayer):
 
     def _feed_forward(self, normed: torch.Tensor) -> torch.Tensor:
         shared = super()._feed_forward(normed)
-        return self.block_sparse_moe(normed) + shared if self.has_experts else shared
+        return call(self.block_sparse_moe, normed) + shared if self.has_experts else shared
 
 
 class OnlyRecurrentLayer(HybridLayer):

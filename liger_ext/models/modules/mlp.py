@@ -11,6 +11,7 @@ from torch import nn
 from transformers import activations
 
 from liger_ext import functional
+from liger_ext.models.modules.stand_in import project
 from liger_ext.models.patching.calls import exports_onnx, only_forward_runs
 from liger_ext.models.recognise.known import find
 from liger_ext.models.recognise.reading import Form, build_form
@@ -76,7 +77,7 @@ class MLP:
     def _gate_and_up(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the inputs of the gated activation. The projections run in transformers' order, in which dropout in
         adapters draws its random numbers."""
-        return getattr(self, self.GATE)(x), getattr(self, self.UP)(x)
+        return project(self, self.GATE, x), project(self, self.UP, x)
 
     def _run_stock_activation(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return self._down(getattr(self, self.ACTIVATION)(gate) * up)
@@ -90,7 +91,7 @@ class MLP:
     def _down(self, h: torch.Tensor) -> torch.Tensor:
         if self.BEFORE_DOWN is not None:
             h = getattr(self, self.BEFORE_DOWN)(h)
-        result = getattr(self, self.DOWN)(h)
+        result = project(self, self.DOWN, h)
         return result if self.FACTOR is None else result * getattr(self, self.FACTOR)
 
 
@@ -105,7 +106,7 @@ class PackedMLP(MLP):
     }
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
-        return self._run_down(getattr(self, self.GATE_UP)(x))
+        return self._run_down(project(self, self.GATE_UP, x))
 
 
 class SiluMLP(MLP):
@@ -148,8 +149,8 @@ class ScaledMLP(MLP):
         return super()._run(x) * self.down_multiplier
 
     def _gate_and_up(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        up = getattr(self, self.UP)(x)
-        return getattr(self, self.GATE)(x), up
+        up = project(self, self.UP, x)
+        return project(self, self.GATE, x), up
 
     def _run_stock_activation(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return super()._run_stock_activation(gate * self.gate_multiplier, up)
@@ -201,7 +202,7 @@ class SteepMLP(Clamps, MLP):
         return cls.steep_activation_op(mlp)
 
     def _gate_and_up(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._clamped(*getattr(self, self.GATE_UP)(x).chunk(2, dim=-1))
+        return self._clamped(*project(self, self.GATE_UP, x).chunk(2, dim=-1))
 
 
 class Step3p7MLP(MLP):
@@ -219,7 +220,7 @@ class UngatedMLP(MLP):
     ACTIVATION_OPS: ClassVar[dict[type, tuple]] = dict.fromkeys(_RELU_SQUARED, (functional.relu_squared,))
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
-        return self._run_down(getattr(self, self.UP)(x))
+        return self._run_down(project(self, self.UP, x))
 
 
 def only_activation_runs(act_fn: nn.Module | None) -> bool:

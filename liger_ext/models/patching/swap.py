@@ -88,7 +88,8 @@ def replaces(
             ours = replacements.get(name)
             _originals[patch].append(_Original(name, owner, name, owner.__name__, getattr(owner, name), ours))
         if replacements:
-            patch.forward = copy_forward(patch, **replacements)
+            wrap = getattr(patch, "wrap_forward", lambda forward: forward)
+            patch.forward = wrap(copy_forward(patch, **replacements))
         record_forward(patch)
         return patch
 

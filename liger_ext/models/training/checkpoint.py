@@ -64,3 +64,9 @@ def checkpoint_run(layer: nn.Module) -> int:
     graph of torch.compile, because every run executes the same graph."""
     region = None if torch.compiler.is_compiling() else _current.get()
     return region.runs if region is not None and region.layer is layer else 0
+
+
+def is_differentiated() -> bool:
+    """Returns whether a backward may follow: gradients are on, or a checkpoint runs a layer. A reentrant checkpoint's
+    first run has gradients off."""
+    return torch.is_grad_enabled() or (not torch.compiler.is_compiling() and _current.get() is not None)

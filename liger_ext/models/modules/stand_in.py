@@ -1,0 +1,122 @@
+"""Runs the `forward` of a module of transformers so that its linear layers with an adapter or a 4-bit weight run in
+autograd nodes. `forward` itself does not change: another object stands in for its `self`."""
+
+import ast
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from liger_ext.models.patching.calls import only_forward_runs
+from liger_ext.models.patching.forwards import parse_function
+from liger_ext.models.training.checkpoint import is_differentiated
+from liger_ext.models.training.nodes import adapted
+from liger_ext.ops._compile import assume_constant_result
+
+
+class Uses(NamedTuple):
+    """The uses of `self` in a `forward`."""
+
+    # Modules that it only calls, with one argument, or compares by `is`. Empty if another `self` would change it.
+    layers: tuple[str, ...]
+    passes_itself: bool  # to the attention function
+
+
+class StandIn:
+    """A module as the `self` of its `forward`: calls of the layers `names` run in nodes. The layers in `results` have
+    run: called with any argument, they return these results."""
+
+    def __init__(self, module: nn.Module, names: list[str], results: Mapping[str, Tensor] | None = None) -> None:
+        self._module = module
+        for name in names:
+            setattr(self, name, functools.partial(adapted, getattr(module, name), training=module.training))
+        for name, result in (results or {}).items():
+            setattr(self, name, lambda _, result=result: result)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._module, name)
+
+
+def call(module: nn.Module, *args: object, **kwargs: object) -> object:
+    """Returns `module(*args, **kwargs)`. The linear layers of a module without a patch run in nodes."""
+    cls = type(module)
+    uses = (_uses_in_graph if torch.compiler.is_compiling() else _uses)(cls)
+    names = fused_names(module, uses)
+    if not names or not only_forward_runs(module):
+        return module(*args, **kwargs)
+    return cls.forward(StandIn(module, names), *args, **kwargs)
+
+
+def runs_in_nodes(forward: Callable, uses: Uses) -> Callable:
+    """Returns `forward`, a method, whose `self` is a `StandIn` where the module has layers for nodes."""
+
+    @functools.wraps(forward)
+    def run(self, *args, **kwargs):
+        names = fused_names(self, uses)
+        return forward(StandIn(self, names) if names else self, *args, **kwargs)
+
+    return run
+
+
+def project(module: nn.Module, name: str, x: Tensor) -> Tensor:
+    """Returns the result of the module's linear layer of this name, by a node if it has an adapter or 4-bit weight."""
+    layer = getattr(module, name)
+    return adapted(layer, x, module.training) if _may_fit(layer) and is_differentiated() else layer(x)
+
+
+def fused_names(module: nn.Module, uses: Uses) -> list[str]:
+    """Returns the names of the layers that a `StandIn` of `module` may run in nodes."""
+    names = [name for name in uses.layers if _may_fit(module._modules.get(name))]
+    if not names or not is_differentiated() or (uses.passes_itself and not sees_no_module(module)):
+        return []
+    return names
+
+
+def _may_fit(layer: nn.Module | None) -> bool:
+    """Returns whether `layer` is a linear layer other than torch's. PEFT's and bitsandbytes' have this attribute."""
+    return type(layer) is not nn.Linear and layer is not None and "in_features" in layer.__dict__
+
+
+def sees_no_module(attention: nn.Module) -> bool:
+    """Returns whether the attention function is from transformers. A user's function must receive the module itself,
+    because it may store results on it or read its weights."""
+    names = vars(sys.modules[getattr(attention, "STOCK_MODULE", type(attention).__module__)])
+    functions, default = names.get("ALL_ATTENTION_FUNCTIONS"), names.get("eager_attention_forward")
+    if functions is None or default is None:
+        return False
+    function = functions.get(attention.config._attn_implementation, default)
+    return getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0] == "transformers"
+
+
+def find_uses(forward: Callable) -> Uses:
+    nodes = list(ast.walk(parse_function(forward) or ast.Name("self")))
+    calls = [n for n in nodes if isinstance(n, ast.Call)]
+    reads = [n for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)]
+    passed = [n.args[0] for n in calls if n.args and ast.unparse(n.func) == "attention_interface"]
+    allowed = [n.value for n in reads] + passed
+    allowed += [n.args[0] for n in calls if n.args and ast.unparse(n.func) in ("hasattr", "getattr")]
+    names = [n for n in nodes if isinstance(n, ast.Name) and n.id in ("self", "super", "__class__")]
+    if any(n not in allowed for n in names):
+        return Uses((), False)
+    called = [n.func for n in calls if len(n.args) == 1 and not n.keywords and not isinstance(n.args[0], ast.Starred)]
+    own = [n for n in reads if isinstance(n.value, ast.Name) and n.value.id == "self"]
+    called += [n.left for n in nodes if isinstance(n, ast.Compare) and isinstance(n.ops[0], ast.Is | ast.IsNot)]
+    others = {n.attr for n in own if n not in called} | {n.value for n in nodes if isinstance(n, ast.Constant)}
+    layers = dict.fromkeys(n.attr for n in own if n.attr not in others)
+    return Uses(tuple(layers), any(n in passed for n in names))
+
+
+@functools.cache
+def _uses(cls: type[nn.Module]) -> Uses:
+    """Returns the uses of a class without a patch. A patch's methods call `project`, or `runs_in_nodes` wraps them."""
+    ours = getattr(cls.forward, "__globals__", {}).get("__name__", "").startswith("liger_ext.")
+    return Uses((), False) if ours else find_uses(cls.forward)
+
+
+@assume_constant_result
+def _uses_in_graph(cls: type[nn.Module]) -> Uses:
+    """Returns `_uses` as a constant of the graph: torch.compile cannot trace it."""
+    return _uses(cls)
