@@ -279,31 +279,34 @@ def test_what_the_compiler_is_told(device):
     bias = torch.randn(12, device=device)
     ops, checks = torch.ops.liger_ext_models, ("test_schema", "test_faketensor")
 
-    # For each linear layer: weight, bias, LoRA's A and B, and four statistics of 4-bit weights; the second has an
-    # adapter.
-    def layers(*parameters):
-        return [p for layer in parameters for p in (*layer, *[None] * (8 - len(layer)))]
+    # For each linear layer: weight, bias, four statistics of 4-bit weights; A, B and bias of its adapters; then the seed.
+    def filled(layer, empty):
+        base, adapter = layer[:2], layer[2:]
+        return *base, *[empty] * (6 - len(base)), *((*adapter, empty) if adapter else ())
 
-    def constants(*scalings):
-        return torch.float32, [c for scaling in scalings for c in (scaling, 0.0, 0.0, 0.0)]
+    def layers(*parameters):
+        return [*(p for layer in parameters for p in filled(layer, None)), None]
+
+    def constants(*scalings):  # None: no adapter
+        return torch.float32, [c for s in scalings for c in (0.0, 0.0, 0.0, *((0.0,) if s is None else (1.0, s, 0.0)))]
 
     def needs(*wanted):
-        return [True, True, *(need for layer in wanted for need in (*layer, *[False] * (8 - len(layer))))]
+        return [True, True, *(need for layer in wanted for need in filled(layer, False)), False]
 
     a, b = torch.randn(2, 8, device=device), torch.randn(12, 2, device=device)
     two = (weights[0], bias), (weights[1], None, a, b)
-    last = 1e-6, *constants(1.0, 0.5, 1.0), layers(*two, weights[2:])
+    last = 1e-6, *constants(None, 0.5, None), layers(*two, weights[2:])
     arguments = x, norm, True, *last
-    y, rstd, *outs = ops.norm_linears(*arguments)
+    y, rstd, low, *outs = ops.norm_linears(*arguments)
     torch.library.opcheck(ops.norm_linears, arguments, test_utils=checks)
     wanted = needs((True, True), (False, False, True, True), (True,))
     for douts in ([x, *outs], [None, *outs], [x, None, *outs[1:]]):
         for saved in (y, None):
-            arguments = douts, x, norm, rstd, saved, wanted, *last
+            arguments = douts, x, norm, rstd, saved, low, wanted, *last
             torch.library.opcheck(ops.norm_linears_backward, arguments, test_utils=checks)
 
     wanted = needs((True, True), (False, False, True, True), (True, False, True, True))
-    last = 1e-6, *constants(1.0, 0.5, 2.0), layers(*two, (down, None, b.t().contiguous(), a.t().contiguous()))
+    last = 1e-6, *constants(None, 0.5, 2.0), layers(*two, (down, None, b.t().contiguous(), a.t().contiguous()))
     for memory in ("fast", "auto", "low"):
         arguments = x, x * 2, norm, memory, True, *last
         out, total, rstd, *saved = ops.norm_mlp(*arguments)
@@ -335,8 +338,7 @@ def test_what_adapters_need_not_keep(device, bias):
         model = patched(lora(build(device=device), **options).train(), memory=memory)
         return saved_bytes(model, make_batch(device))
 
-    first = hidden if bias else 0  # called layers save the first norm's output instead of its input
-    assert saved("fast") - saved("auto") == tokens * (2 * (2 * hidden + mlp) - first) * 4  # two layers
+    assert saved("fast") - saved("auto") == tokens * 2 * (2 * hidden + mlp) * 4  # two layers
 
 
 def test_what_lora_keeps_under_autocast(device):

@@ -22,7 +22,7 @@ from liger_ext.models.patching.calls import only_forward_runs
 from liger_ext.models.patching.forwards import find_foreign, source_text
 from liger_ext.models.patching.source import find_calls
 from liger_ext.models.patching.swap import Mixin
-from liger_ext.models.training.checkpoint import checkpoint_run, counting_runs, is_differentiated
+from liger_ext.models.training.checkpoint import checkpoint_run, counting_runs
 from liger_ext.models.training.nodes import fused_linears, norm_linears, norm_mlp
 from liger_ext.models.training.recompute import recompute_when_saved, recomputed
 
@@ -131,7 +131,7 @@ class DecoderLayer(Mixin):
         cls = type(attention)
         plain = cls.__bases__[0] is Attention and cls.CALLS_PROJECTIONS and only_forward_runs(attention)
         plain = plain and isinstance(norm, RMSNorm)
-        one_node = plain and is_differentiated() and sees_no_module(attention)
+        one_node = plain and sees_no_module(attention)
         linears = fused_linears(hidden_states, projections, self.training) if one_node else None
         if linears is not None:
             stream, *projected = norm_linears(hidden_states, norm, linears, self._level())
@@ -192,8 +192,7 @@ class DecoderLayer(Mixin):
         """Returns the linear layers of an MLP that can run in one node with its norm; None for any other MLP."""
         mlp = getattr(self, self.FEED_FORWARD)
         one_node = (
-            is_differentiated()
-            and type(self)._mlp_summand is DecoderLayer._mlp_summand
+            type(self)._mlp_summand is DecoderLayer._mlp_summand
             and type(mlp).__bases__[0] is MLP
             and mlp.BEFORE_DOWN is mlp.FACTOR is None
             and only_forward_runs(mlp)

@@ -64,13 +64,13 @@ def runs_in_nodes(forward: Callable, uses: Uses) -> Callable:
 def project(module: nn.Module, name: str, x: Tensor) -> Tensor:
     """Returns the result of the module's linear layer of this name, by a node if it has an adapter or 4-bit weight."""
     layer = getattr(module, name)
-    return adapted(layer, x, module.training) if _may_fit(layer) and is_differentiated() else layer(x)
+    return adapted(layer, x, module.training) if _may_fit(layer) else layer(x)
 
 
 def fused_names(module: nn.Module, uses: Uses) -> list[str]:
     """Returns the names of the layers that a `StandIn` of `module` may run in nodes."""
     names = [name for name in uses.layers if _may_fit(module._modules.get(name))]
-    if not names or not is_differentiated() or (uses.passes_itself and not sees_no_module(module)):
+    if not names or not (is_differentiated() or module.training) or (uses.passes_itself and not sees_no_module(module)):
         return []
     return names
 

@@ -33,18 +33,18 @@ from torch.utils._device import DeviceContext
 from liger_ext import _C
 from liger_ext.models.patching.calls import is_exported
 from liger_ext.models.patching.swap import is_plain_tensor
+from liger_ext.models.training.checkpoint import is_differentiated
 from liger_ext.models.training.graph_ops import graph_op, without_autocast
-from liger_ext.models.training.linear import (
-    CONSTANTS,
-    PARAMETERS,
-    Parts,
-    by_layer,
-    each_layer,
-    flatten_parameters,
-    fused_parts,
-    linear,
-    linears_backward,
+from liger_ext.models.training.linear import Parts, flatten, fused_parts, has_dropout
+from liger_ext.models.training.products import (
+    Dropout,
+    input_gradient,
+    linears,
+    low_gradients,
+    parameter_gradients,
     reads_input,
+    rows,
+    unpack,
 )
 from liger_ext.ops._checks import CASTING_MODES
 from liger_ext.ops._register import applied
@@ -59,7 +59,7 @@ _SWIGLU = (int(_C.Activation.silu), 1.0, 1.0)
 _NORM = (0.0, CASTING_MODES["llama"])  # offset, casting mode
 
 
-def norm_linears(x: Tensor, norm: nn.Module, linears: list[Parts], memory: str) -> tuple[Tensor, ...]:
+def norm_linears(x: Tensor, norm: nn.Module, layers: list[Parts], memory: str) -> tuple[Tensor, ...]:
     """Returns the residual stream, and linear layers of its norm: ``x, *(linear(norm(x)) for linear in linears)``.
 
     The first result is `x` itself. Code that adds to the stream must use this result: then this node's backward adds up
@@ -68,10 +68,10 @@ def norm_linears(x: Tensor, norm: nn.Module, linears: list[Parts], memory: str) 
     Args:
         x: (..., hidden_size).
         norm: an RMSNorm, of `liger_ext.models.modules.norms`.
-        linears: from `fused_linears`, for layers with hidden_size columns.
+        layers: from `fused_linears`, for layers with hidden_size columns.
         memory: one of the levels above.
     """
-    *layers, parameters = flatten_parameters(x, linears)
+    *layers, parameters = flatten(x, layers)
     return applied(_NormLinears.apply, norm.liger_arguments()[1], layers, memory, x, norm.weight, *parameters)
 
 
@@ -87,7 +87,7 @@ def norm_mlp(
         memory: one of the levels above.
         is_read: False, with "low": the result is only differentiated, never read, so its values are not computed.
     """
-    *layers, parameters = flatten_parameters(stream, mlp)
+    *layers, parameters = flatten(stream, mlp)
     eps = norm.liger_arguments()[1]
     return applied(_NormMLP.apply, eps, layers, memory, is_read, attention, stream, norm.weight, *parameters)
 
@@ -97,79 +97,98 @@ def adapted(layer: nn.Module, x: Tensor, training: bool) -> Tensor:
     linears = fused_linears(x, (layer,), training)
     if linears is None:
         return layer(x)
-    *layers, parameters = flatten_parameters(x, linears)
+    *layers, parameters = flatten(x, linears)
     return applied(_Adapted.apply, layers, x, *parameters)
 
 
-_LAYERS = "ScalarType dtype, float[] constants, Tensor?[] parameters"  # from flatten_parameters
+_LAYERS = "ScalarType dtype, float[] constants, Tensor?[] parameters"  # from `linear.flatten`
 _NORM_LAYERS = "float eps, " + _LAYERS  # the last arguments of each op with a norm
 
 
 class _Adapted(torch.autograd.Function):
     @staticmethod
     def forward(ctx, layers, x, *parameters):
-        ctx.save_for_backward(x, *_detached(parameters))
+        out, low = _adapted(x, *layers, parameters)
+        ctx.save_for_backward(x, _low(low), *_detached(parameters))
         ctx.layers = layers
-        return _adapted(x, *layers, parameters)[0]
+        return out
 
     @staticmethod
     def backward(ctx, dout):
-        x, *parameters = ctx.saved_tensors
+        x, low, *parameters = ctx.saved_tensors
         needs = ctx.needs_input_grad[1:]
-        gradients = _adapted_backward(dout, x, needs, *ctx.layers, parameters)
+        gradients = _adapted_backward(dout, x, low, needs, *ctx.layers, parameters)
         return None, *(g if need else None for g, need in zip(gradients, needs, strict=True))
 
 
 @graph_op("Tensor x, " + _LAYERS)
 def _adapted(x, dtype, constants, parameters):
-    return (linear(x.to(dtype), parameters, constants),)
+    layers, seed = unpack(dtype, constants, parameters)
+    (out,), low = linears(x.to(dtype), layers, Dropout(seed))
+    return out, low
 
 
-@graph_op("Tensor dout, Tensor x, bool[] needs, " + _LAYERS)
+@graph_op("Tensor dout, Tensor x, Tensor? low, bool[] needs, " + _LAYERS)
 @without_autocast
-def _adapted_backward(dout, x, needs, dtype, constants, parameters):
+def _adapted_backward(dout, x, low, needs, dtype, constants, parameters):
     need_x, *needs = needs
-    y = x.to(dtype)
-    dx, gradients = linears_backward([dout], _rows(y), parameters, constants, needs, x if need_x else None)
-    return dx, *gradients
+    layers, seed = unpack(dtype, constants, parameters)
+    return _linears_backward([dout], x.to(dtype), low, layers, needs, Dropout(seed), x if need_x else None)
 
 
 class _NormLinears(torch.autograd.Function):
     @staticmethod
     def forward(ctx, eps, layers, memory, x, norm_weight, *parameters):
-        y, rstd, *outs = _norm_linears(x, norm_weight, memory == "fast", eps, *layers, parameters)
+        y, rstd, low, *outs = _norm_linears(x, norm_weight, memory == "fast", eps, *layers, parameters)
         ctx.set_materialize_grads(False)
         weights = _detached((norm_weight, *parameters))
-        ctx.save_for_backward(x, rstd, y if memory == "fast" else None, *weights)
+        ctx.save_for_backward(x, rstd, y if memory == "fast" else None, _low(low), *weights)
         ctx.eps, ctx.layers = eps, layers
         return x, *outs
 
     @staticmethod
     def backward(ctx, *douts):
-        x, rstd, y, norm_weight, *parameters = ctx.saved_tensors
+        x, rstd, y, low, norm_weight, *parameters = ctx.saved_tensors
         needs = ctx.needs_input_grad[3:]
         layers = *ctx.layers, parameters
-        gradients = _norm_linears_backward(douts, x, norm_weight, rstd, y, needs, ctx.eps, *layers)
+        gradients = _norm_linears_backward(douts, x, norm_weight, rstd, y, low, needs, ctx.eps, *layers)
         return None, None, None, *(g if need else None for g, need in zip(gradients, needs, strict=True))
 
 
 @graph_op("Tensor x, Tensor norm_weight, bool keeps_y, " + _NORM_LAYERS)
 def _norm_linears(x, norm_weight, keeps_y, eps, dtype, constants, parameters):
+    layers, seed = unpack(dtype, constants, parameters)
     y, rstd = _norm(x, norm_weight, eps, dtype)
-    outs = (linear(y, *layer) for layer in each_layer(parameters, constants))
-    return y if keeps_y else None, rstd, *outs
+    outs, low = linears(y, layers, Dropout(seed))
+    return y if keeps_y else None, rstd, low, *outs
 
 
-@graph_op("Tensor?[] douts, Tensor x, Tensor norm_weight, Tensor rstd, Tensor? y, bool[] needs, " + _NORM_LAYERS)
+_NORM_TENSORS = "Tensor norm_weight, Tensor rstd, Tensor? y, Tensor? low, bool[] needs, "
+
+
+@graph_op("Tensor?[] douts, Tensor x, " + _NORM_TENSORS + _NORM_LAYERS)
 @without_autocast
-def _norm_linears_backward(douts, x, norm_weight, rstd, y, needs, eps, dtype, constants, parameters):
+def _norm_linears_backward(douts, x, norm_weight, rstd, y, low, needs, eps, dtype, constants, parameters):
+    layers, seed = unpack(dtype, constants, parameters)
     dstream, *douts = douts
     need_x, need_norm, *needs = needs
-    if y is None and any(map(reads_input, by_layer(needs))):
+    if y is None and reads_input(layers, needs, low is not None):
         y, _ = _norm(x, norm_weight, eps, dtype)
     like = x if need_x or need_norm else None
-    dy, gradients = linears_backward(douts, _rows(y), parameters, constants, needs, like)
+    dy, *gradients = _linears_backward(douts, y, low, layers, needs, Dropout(seed), like)
     return *_norm_backward(dy, dstream, x, norm_weight, rstd, need_x, need_norm), *gradients
+
+
+def _linears_backward(douts, y, low, layers, needs, dropout, like):
+    """Computes the gradients of linear layers with the same input y: of y, in the shape and dtype of `like` (None: not
+    computed), and of the parameters that need one."""
+    douts, dy = [rows(dout) for dout in douts], None
+    low_douts = low_gradients(douts, layers, needs, like is not None)
+    if like is not None:
+        dy = input_gradient(douts, low_douts, layers, dropout, like.shape[-1], like.dtype)
+    gradients = [None] * len(needs)
+    parameter_gradients(gradients, douts, low_douts, rows(y), low, layers, needs, dropout)
+    return None if dy is None else dy.view(like.shape), *gradients
 
 
 class _NormMLP(torch.autograd.Function):
@@ -177,50 +196,63 @@ class _NormMLP(torch.autograd.Function):
     def forward(ctx, eps, layers, memory, is_read, attention, stream, norm_weight, *parameters):
         arguments = eps, *layers, parameters
         out, total, rstd, *saved = _norm_mlp(attention, stream, norm_weight, memory, is_read, *arguments)
-        saved = [t if keep else None for t, keep in zip(saved, _SAVED[memory], strict=True)]
-        ctx.save_for_backward(total, rstd, *saved, *_detached((norm_weight, *parameters)))
+        *saved, low, low_h = _only(saved, _SAVED[memory])
+        weights = _detached((norm_weight, *parameters))
+        ctx.save_for_backward(total, rstd, *saved, _low(low), _low(low_h), *weights)
         ctx.eps, ctx.layers, ctx.dtypes = eps, layers, (attention.dtype, stream.dtype)
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        total, rstd, y, gate, up, h, norm_weight, *parameters = ctx.saved_tensors
+        total, rstd, y, gate, up, h, low, low_h, norm_weight, *parameters = ctx.saved_tensors
+        saved = y, gate, up, h, low, low_h
         need_attention, need_stream, *needs = ctx.needs_input_grad[4:]
         needs = [need_attention or need_stream, *needs]
         arguments = ctx.eps, *ctx.layers, parameters
-        gradients = _norm_mlp_backward(dout, total, norm_weight, rstd, (y, gate, up, h), needs, *arguments)
+        gradients = _norm_mlp_backward(dout, total, norm_weight, rstd, saved, needs, *arguments)
         dtotal, *others = (g if need else None for g, need in zip(gradients, needs, strict=True))
         dattention = dtotal.to(ctx.dtypes[0]) if need_attention else None
         dstream = dtotal.to(ctx.dtypes[1]) if need_stream else None
         return None, None, None, None, dattention, dstream, *others
 
 
-# The tensors that are saved for the backward at each level, of (the norm's output, gate, up, h).
-_SAVED = {"fast": (True, True, True, True), "auto": (False, True, True, False), "low": (False, False, False, False)}
+# The tensors that are saved for the backward at each level, of: the norm's output, gate, up, h, and the low-rank
+# products of the adapters of gate and up, and of down.
+_SAVED = {"fast": (True,) * 6, "auto": (False, True, True, False, True, True), "low": (False,) * 6}
+
+
+def _low(t: Tensor | None) -> Tensor | None:
+    """Returns low-rank products to be saved. None without adapters, for which a graph's op returns an empty tensor."""
+    return None if t is None or t.dim() < 2 else t
+
+
+def _only(tensors, keeps):
+    return [t if keep else None for t, keep in zip(tensors, keeps, strict=True)]
 
 
 @graph_op("Tensor attention, Tensor stream, Tensor norm_weight, str memory, bool is_read, " + _NORM_LAYERS)
 def _norm_mlp(attention, stream, norm_weight, memory, is_read, eps, dtype, constants, parameters):
     y, total, rstd = _add_rms_norm(attention, stream, norm_weight, eps, *_NORM)
     if not is_read:
-        return total.new_empty(()).expand(total.shape), total, rstd, None, None, None, None
+        return total.new_empty(()).expand(total.shape), total, rstd, *(None,) * 6
+    layers, seed = unpack(dtype, constants, parameters)
     y, keeps = y.to(dtype), _SAVED[memory]
     tiles = _tiles(total) if memory == "low" else []
     if not tiles:
-        out, *saved = _mlp(y, total, keeps, constants, parameters)
+        out, *saved = _mlp(y, total, keeps, layers, Dropout(seed))
         return out, total, rstd, *saved
     out = torch.empty_like(total)
     for tile in tiles:
-        _rows(out)[tile], *saved = _mlp(_rows(y)[tile], _rows(total)[tile], keeps, constants, parameters)
+        dropout = Dropout(seed, tile.start)
+        rows(out)[tile], *saved = _mlp(rows(y)[tile], rows(total)[tile], keeps, layers, dropout)
     return out, total, rstd, *saved
 
 
-def _mlp(y, total, keeps, constants, parameters):
-    *gate_and_up, down = each_layer(parameters, constants)
-    gate, up = (linear(y, *layer) for layer in gate_and_up)
+def _mlp(y, total, keeps, layers, dropout):
+    (gate, up), low = linears(y, layers[:2], dropout)
     h = _glu(gate, up, *_SWIGLU)
-    saved = [t if keep else None for t, keep in zip((y, gate, up, h), keeps, strict=True)]
-    out = linear(h, *down)
+    (out,), low_h = linears(h, layers[2:], dropout)
+    saved = _only((y, gate, up, h, low, low_h), keeps)
     del y, gate, up, h  # frees their memory before more is allocated
     # Not in place: selective checkpoints store a matmul's result, and return it a second time.
     return out + total, *saved
@@ -231,33 +263,34 @@ def _mlp(y, total, keeps, constants, parameters):
 def _norm_mlp_backward(dout, total, norm_weight, rstd, saved, needs, eps, dtype, constants, parameters):
     need_total, need_norm, *needs = needs
     need_dy = need_total or need_norm
-    arguments = norm_weight, need_dy, needs, eps, dtype, constants, parameters
+    layers, seed = unpack(dtype, constants, parameters)
+    arguments = norm_weight, need_dy, needs, eps, dtype, layers
     tiles = _tiles(total) if saved[1] is None else []
     if not tiles:
-        dy, gradients = _mlp_backward(dout, total, saved, *arguments)
+        dy, gradients = _mlp_backward(dout, total, saved, *arguments, Dropout(seed))
     else:
         dy = torch.empty_like(total) if need_dy else None
         dout, sums = dout.contiguous(), None
         for tile in tiles:
-            tile_dy, gradients = _mlp_backward(_rows(dout)[tile], _rows(total)[tile], saved, *arguments)
+            dropout = Dropout(seed, tile.start)
+            tile_dy, gradients = _mlp_backward(rows(dout)[tile], rows(total)[tile], saved, *arguments, dropout)
             if need_dy:
-                _rows(dy)[tile] = tile_dy
+                rows(dy)[tile] = tile_dy
             sums = _added(sums, gradients)
-        gradients = [None if s is None else s.to(p.dtype) for s, p in zip(sums, parameters, strict=True)]
+        gradients = [None if s is None else s.to(g.dtype) for s, g in zip(sums, gradients, strict=True)]
     return *_norm_backward(dy, dout, total, norm_weight, rstd, need_total, need_norm), *gradients
 
 
-def _mlp_backward(dout, total, saved, norm_weight, need_dy, needs, eps, dtype, constants, parameters):
-    y, gate, up, h = saved
-    first, down = slice(0, 2 * PARAMETERS), slice(2 * PARAMETERS, None)
-    layer_needs = by_layer(needs)
-    layer_constants = constants[: 2 * CONSTANTS], constants[2 * CONSTANTS :]
+def _mlp_backward(dout, total, saved, norm_weight, need_dy, needs, eps, dtype, layers, dropout):
+    y, gate, up, h, low, low_h = saved
+    first, down, gradients = layers[:2], layers[2:], [None] * len(needs)
     if gate is None:
         y, _ = _norm(total, norm_weight, eps, dtype)
-        gate, up = (linear(y, *layer) for layer in each_layer(parameters[first], layer_constants[0]))
-    d = dout.to(dtype)
-    dh, _ = linears_backward([d], None, parameters[down], layer_constants[1], (False,) * PARAMETERS, gate)
-    needs_h = reads_input(layer_needs[2])
+        (gate, up), low = linears(y, first, dropout)
+    d = [rows(dout.to(dtype))]
+    low_d = low_gradients(d, down, needs, need_x=True)
+    dh = input_gradient(d, low_d, down, dropout, gate.shape[-1], gate.dtype).view(gate.shape)
+    needs_h = reads_input(down, needs, low_h is not None)
     if h is None and needs_h and dh.requires_grad:  # create_graph=True: dh must not be overwritten
         h = _glu(gate, up, *_SWIGLU)
     if h is None and needs_h:
@@ -266,13 +299,13 @@ def _mlp_backward(dout, total, saved, norm_weight, need_dy, needs, eps, dtype, c
     else:
         dgate, dup = _glu_backward(dh, gate, up, *_SWIGLU)
     del gate, up, dh  # before more is allocated
-    _, down_gradients = linears_backward([d], _rows(h), parameters[down], layer_constants[1], needs[down], None)
+    parameter_gradients(gradients, d, low_d, rows(h), low_h, down, needs, dropout)
     del h
-    if y is None and any(map(reads_input, layer_needs[:2])):
+    if y is None and reads_input(first, needs, low is not None):
         y, _ = _norm(total, norm_weight, eps, dtype)
     like = total if need_dy else None
-    dy, others = linears_backward((dgate, dup), _rows(y), parameters[first], layer_constants[0], needs[first], like)
-    return dy, [*others, *down_gradients]
+    dy, *others = _linears_backward((dgate, dup), y, low, first, needs, dropout, like)
+    return dy, [g if g is not None else other for g, other in zip(gradients, others, strict=True)]
 
 
 # The rows of the MLP's intermediate tensors that exist at a time if the backward recomputes them: enough to keep a
@@ -303,7 +336,8 @@ def fused_linears(x: Tensor, layers: Iterable[nn.Module], training: bool) -> lis
     """Returns the parts of `layers` that the nodes run. None unless all are linear layers, plain or with LoRA, that
     `fused_parts` accepts, and nothing but a backward may follow: no functorch transform, forward-mode derivative or
     export."""
-    if x.device.type not in ("cpu", "cuda") or not is_plain_tensor(x):
+    differentiated = is_differentiated()
+    if not (differentiated or training) or x.device.type not in ("cpu", "cuda") or not is_plain_tensor(x):
         return None
     if torch.compiler.is_compiling():
         if not training or is_exported():  # an exported graph contains only public ops
@@ -312,23 +346,20 @@ def fused_linears(x: Tensor, layers: Iterable[nn.Module], training: bool) -> lis
         return None
     if any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()):
         return None  # the mode may replace F.linear, and with it the derivative
-    linears = []
+    found = []
     for layer in layers:
         parts = fused_parts(layer, x)
         if parts is None:
             return None
-        linears.append(parts)
-    return linears
+        found.append(parts)
+    # A reentrant checkpoint's first run, without gradients, must draw the random numbers of the second one.
+    return found if differentiated or any(map(has_dropout, found)) else None
 
 
 def _detached(parameters: Iterable[Tensor | None]) -> list[Tensor | None]:
     """Returns detached parameters to be saved. They keep the present values if the user assigns another `.data`, which
     changes no version counter. torch's own linear layers save a view, and so keep the values, too."""
     return [None if p is None else p.detach() for p in parameters]
-
-
-def _rows(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.reshape(-1, t.shape[-1])
 
 
 def _norm_backward(dy, dstream, x, weight, rstd, need_x, need_weight) -> tuple[Tensor | None, Tensor | None]:

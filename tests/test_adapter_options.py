@@ -1,0 +1,164 @@
+"""A patched Llama with LoRA adapters that have dropout, several active adapters or biases: they run in our nodes. Loss
+and gradients are those of float64 with the masks that the nodes' seeds give, at each level, in tiles and checkpoints.
+"""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from dropout_mask import mask, scale
+from llama_models import LEVELS, assert_as_good, build, checkpoint_layers, make_batch, one_thread, step  # noqa: F401
+from test_adapter_nodes import calls_in_step
+from torch import nn
+
+from liger_ext import apply_liger_kernel_to_llama
+from liger_ext.models.training import linear, nodes
+
+peft = pytest.importorskip("peft")
+
+NODES = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj", "down_proj"))
+ALL = list(itertools.chain(*NODES))
+# Options of the first adapter, and of a second active one.
+CASES = {
+    "dropout": (dict(r=8, lora_alpha=16, lora_dropout=0.25), None),
+    "dropout, two adapters": (dict(r=8, lora_dropout=0.5), dict(r=3, lora_alpha=1, lora_dropout=0.1)),
+    "two adapters": (dict(r=8), dict(r=4, lora_alpha=12)),
+    "one of two with dropout": (dict(r=4), dict(r=8, lora_dropout=0.3)),
+    "biases": (dict(r=8, lora_bias=True, lora_alpha=24), None),
+}
+cases = pytest.mark.parametrize("case", CASES)
+
+
+def adapted(case: str, dtype: torch.dtype, **sizes) -> nn.Module:
+    torch.manual_seed(3)
+    first, second = ({**o, "target_modules": ALL} if o else None for o in CASES[case])
+    model = peft.get_peft_model(build(dtype=dtype, **sizes), peft.LoraConfig(task_type="CAUSAL_LM", **first))
+    if second:
+        model.add_adapter("second", peft.LoraConfig(task_type="CAUSAL_LM", **second))
+        model.base_model.set_adapter(["default", "second"])
+    for name, parameter in sorted(model.named_parameters()):
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model.train()
+
+
+class Masked(nn.Module):
+    """Dropout with the mask of a node's seed."""
+
+    def __init__(self, seeds: dict, node: tuple, stream: int, p: float) -> None:
+        super().__init__()
+        self.seeds, self.node, self.stream, self.p = seeds, node, stream, p
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        keep = mask(self.seeds[self.node], self.stream, *rows.shape, 0, self.p).to(x.device)
+        return torch.where(keep, rows * scale(self.p), 0).view(x.shape)
+
+
+def with_masks(model: nn.Module, seeds: list[int]) -> nn.Module:
+    """Returns a float64 copy of a stock model whose dropout has the masks of these seeds, one for each node."""
+    model, drawn = copy.deepcopy(model).double(), iter(seeds)
+    for layer in model.get_base_model().model.layers:
+        for node in NODES:
+            parts = [getattr(layer.self_attn if "_proj" in n and n[0] in "qkvo" else layer.mlp, n) for n in node]
+            rates = [(p, name) for p in parts for name in p.active_adapters]
+            if not any(type(p.lora_dropout[name]) is nn.Dropout for p, name in rates):
+                continue
+            held = {node: next(drawn)}
+            for stream, (part, name) in enumerate(rates):
+                old = part.lora_dropout[name]
+                if isinstance(old, nn.Dropout):
+                    part.lora_dropout[name] = Masked(held, node, stream, old.p)
+    assert next(drawn, None) is None
+    return model
+
+
+@pytest.fixture
+def drawn(monkeypatch) -> list[int]:
+    """Returns the list of the seeds that nodes draw."""
+    seeds = []
+
+    def randint(*args, **kwargs):
+        seed = torch.randint(*args, **kwargs)
+        seeds.append(int(seed))
+        return seed
+
+    class Torch:
+        def __getattr__(self, name):
+            return randint if name == "randint" else getattr(torch, name)
+
+    monkeypatch.setattr(linear, "torch", Torch())
+    return seeds
+
+
+def patched(model: nn.Module, **options) -> nn.Module:
+    model = copy.deepcopy(model)
+    apply_liger_kernel_to_llama(model=model, **options)
+    return model
+
+
+@pytest.mark.parametrize("memory", LEVELS)
+@cases
+def test_as_good_as_with_the_masks_in_pytorch(device, drawn, case, memory):
+    stock = adapted(case, torch.float32).to(device)
+    model, batch = patched(stock, memory=memory), make_batch(device)
+    torch.manual_seed(1)
+    found = step(model, batch)
+    reference = with_masks(stock, drawn)
+    expected = step(copy.deepcopy(reference).float(), batch)
+    assert_as_good(found, expected, step(reference, batch))
+    assert (len(drawn) == 6) == ("dropout" in case) and not calls_in_step(model)  # of PEFT's forward
+
+
+@pytest.mark.parametrize("tile", [None, 16])
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
+def test_checkpoints_repeat_the_masks(device, drawn, use_reentrant, tile, monkeypatch):
+    """Tiles draw their rows of the mask, and so give the same result."""
+    if tile:
+        monkeypatch.setattr(nodes, "TILE", tile)
+    stock = adapted("dropout", torch.float32).to(device)
+    model, batch = patched(stock), make_batch(device)
+    checkpoint_layers(model, use_reentrant)
+    torch.manual_seed(1)
+    found = step(model, batch)
+    first, second = drawn[:6], drawn[6:]
+    assert [*second[3:], *second[:3]] == first  # the second runs start with the last layer
+    reference = with_masks(stock, first)
+    assert_as_good(found, step(copy.deepcopy(reference).float(), batch), step(reference, batch))
+
+
+def test_a_seed_repeats_a_step_and_evaluation_drops_nothing(device):
+    model, batch = patched(adapted("dropout", torch.float32).to(device)), make_batch(device)
+    losses = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        losses.append(step(model, batch)["loss"])
+    assert torch.equal(losses[0], losses[1]) and not torch.equal(losses[1], losses[2])
+    model.eval()
+    assert torch.equal(step(model, batch)["loss"], step(model, batch)["loss"])
+
+
+def test_gradients_of_fp32_adapters_are_rounded_once(device):
+    """Under autocast a matmul of 16-bit values gives the gradients of fp32 adapters in fp32."""
+    stock = adapted("two adapters", torch.bfloat16).to(device)
+    model, batch = patched(stock), make_batch(device)
+    with torch.autocast(device.type, torch.bfloat16):
+        found = step(model, batch)
+    gradients = [found[n] for n, p in model.named_parameters() if "lora" in n and p.requires_grad]
+    assert all(g.dtype == torch.float32 for g in gradients)
+    assert any(not torch.equal(g, g.bfloat16().float()) for g in gradients)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["dropout", "two adapters"])
+def test_compiled(device, case):
+    model, batch = patched(adapted(case, torch.float32).to(device)), make_batch(device)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    torch.manual_seed(1)
+    expected = step(model, batch)
+    torch.manual_seed(1)
+    found = step(model, batch, lambda _, **b: compiled(**b))
+    for name, result in found.items():
+        torch.testing.assert_close(result, expected[name], rtol=1e-3, atol=1e-5)
