@@ -66,7 +66,7 @@ def recorded_calls(model: nn.Module) -> Iterator[list[str]]:
 
 def calls_in_step(model: nn.Module) -> set[str]:
     with recorded_calls(model) as found:
-        step(model, make_batch("cpu"))
+        step(model, make_batch(next(model.parameters()).device))
     return set(found)
 
 

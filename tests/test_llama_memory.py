@@ -279,7 +279,7 @@ def test_what_the_compiler_is_told(device):
     bias = torch.randn(12, device=device)
     ops, checks = torch.ops.liger_ext_models, ("test_schema", "test_faketensor")
 
-    # For each linear layer: weight, bias, four statistics of 4-bit weights; A, B and bias of its adapters; then the seed.
+    # For each linear layer: weight, bias, four statistics of 4-bit weights; A, B, bias of its adapters; then the seed.
     def filled(layer, empty):
         base, adapter = layer[:2], layer[2:]
         return *base, *[empty] * (6 - len(base)), *((*adapter, empty) if adapter else ())

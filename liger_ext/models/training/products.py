@@ -145,11 +145,11 @@ def linears(x: Tensor, layers: Sequence[Layer], dropout: Dropout) -> tuple[list[
 def _pays(layer: Layer, count: int, narrow: int, wide: int) -> bool:
     """Returns whether one matmul should compute the product of a layer and those of its adapters, for `count` rows.
 
-    The input, of `narrow` columns, and the weight are then copied (a packed weight is decoded in any case). Separate
-    products would read and write the result, of `wide` columns. Matmuls read rows of a multiple of 16 bytes.
+    The input, of `narrow` columns, and the weight are then copied. Separate products would read and write the result,
+    of `wide` columns. Matmuls read rows of a multiple of 16 bytes.
     """
     is_aligned = all(adapter.a.shape[0] % 8 == 0 for adapter in layer.adapters)
-    return bool(layer.adapters) and is_aligned and wide >= 2 * narrow and count >= (1 if layer.packs else 2) * narrow
+    return bool(layer.adapters) and is_aligned and wide >= 2 * narrow and count >= 2 * narrow
 
 
 def low_products(y: Tensor, layers: Sequence[Layer], dropout: Dropout) -> Tensor | None:
