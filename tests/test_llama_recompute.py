@@ -97,7 +97,7 @@ def test_tensors_without_memory_are_told_apart():
 
 def test_hooks_of_others_see_every_tensor(device):
     seen = []
-    model = patched(lora(build(device=device), target_modules="all-linear", lora_dropout=0.5).train())
+    model = patched(lora(build(device=device), target_modules="all-linear", use_dora=True).train())
     with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.numel()) or t, lambda t: t):
         model(**make_batch(device)).loss.backward()
     h = 33 * 128

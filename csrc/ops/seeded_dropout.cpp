@@ -15,9 +15,9 @@ void run(const Scope& scope, const Tensor& x, const MutableRows& out, bool add, 
   // The rate at which elements are kept is that of the rounded threshold. If it is 0, no element is scaled.
   const auto threshold = uint32_t(std::lround(p * 65536));
   const double scale = threshold < 65536 ? 65536.0 / (65536 - threshold) : 0;
-  seeded_dropout({rows.rows, rows.cols, rows, out, add, static_cast<const int64_t*>(seed.data_ptr()), uint32_t(stream), first_row,
-                  threshold, scale},
-                 scope);
+  seeded_dropout(
+      {rows.rows, rows.cols, rows, out, add, static_cast<const int64_t*>(seed.data_ptr()), uint32_t(stream), first_row, threshold, scale},
+      scope);
 }
 
 Tensor seeded_dropout_op(Tensor x, Tensor seed, int64_t stream, int64_t first_row, double p) {
