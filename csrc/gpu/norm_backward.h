@@ -55,10 +55,10 @@ template <int VEC, int K, bool Centered> struct NormBackwardSums {
   template <class Group> LIGER_DEVICE void store(const NormBackwardArgs& a, const Group& group, const Columns<VEC, K>& columns) const {
     const int width = int(Centered ? 2 * a.cols : a.cols), groups = group.rows_per_block();
     float* const partial = a.partial + group.cluster_index() * width;
-    if (groups == 1) return store_sums(opaque(partial), a, columns);
+    if (groups == 1) return store_sums<true>(opaque(partial), a, columns);
     const Shared<float> all = shared<float>(Group::template shared_bytes<2>());  // [groups][width]
     block_barrier();
-    store_sums(&all[group.row_in_block * width], a, columns);
+    store_sums<false>(&all[group.row_in_block * width], a, columns);
     block_barrier();
     constexpr int N = VEC > 1 ? 4 : 1;
     for (int col = thread_id() * N; col < width; col += block_threads() * N) {
@@ -75,14 +75,32 @@ template <int VEC, int K, bool Centered> struct NormBackwardSums {
   }
 
  private:
-  // Called separately for global and for shared memory: accesses by a pointer that may point to both are slower on AMD.
-  LIGER_DEVICE void store_sums(float* row, const NormBackwardArgs& a, const Columns<VEC, K>& columns) const {
+  // Global: whether `row` is in global memory. Accesses by a pointer that may point to global and to shared memory are slower on AMD.
+  template <bool Global> LIGER_DEVICE void store_sums(float* row, const NormBackwardArgs& a, const Columns<VEC, K>& columns) const {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      if (!columns.has(k)) continue;
       float* const to = row + columns.first + k * columns.step;
-      gpu::store(to, reinterpret_cast<const Vec<float, VEC>&>(dweight[k]));
-      if constexpr (Centered) gpu::store(to + a.cols, reinterpret_cast<const Vec<float, VEC>&>(dbias[k]));
+      store_vector<Global>(to, dweight[k], columns.has(k));
+      if constexpr (Centered) store_vector<Global>(to + a.cols, dbias[k], columns.has(k));
+    }
+  }
+  // Stores VEC sums if `live`. Eight sums are two stores of 16 bytes. For global memory two neighbouring lanes swap halves, so that each
+  // store writes whole sectors of 32 bytes, which is faster (docs/measurements.md). All lanes call this together.
+  template <bool Global> LIGER_DEVICE static void store_vector(float* to, const float (&sums)[VEC], bool live) {
+    if constexpr (Global && VEC == 8) {
+      const bool odd = lane_id() & 1, other_live = shfl_xor(int(live), 1);
+      Vec<float, 4> of_even, of_odd;  // this lane's half of the even lane's vector, and of the odd lane's
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float other = shfl_xor(odd ? sums[i] : sums[4 + i], 1);
+        of_even[i] = odd ? other : sums[i];
+        of_odd[i] = odd ? sums[4 + i] : other;
+      }
+      float* const even_to = odd ? to - 4 : to;
+      if (odd ? other_live : live) gpu::store(even_to, of_even);
+      if (odd ? live : other_live) gpu::store(even_to + 8, of_odd);
+    } else if (live) {
+      gpu::store(to, reinterpret_cast<const Vec<float, VEC>&>(sums));
     }
   }
 };
