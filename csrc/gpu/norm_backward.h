@@ -89,16 +89,16 @@ template <int VEC, int K, bool Centered> struct NormBackwardSums {
   template <bool Global> LIGER_DEVICE static void store_vector(float* to, const float (&sums)[VEC], bool live) {
     if constexpr (Global && VEC == 8) {
       const bool odd = lane_id() & 1, other_live = shfl_xor(int(live), 1);
-      Vec<float, 4> of_even, of_odd;  // this lane's half of the even lane's vector, and of the odd lane's
+      Vec<float, 4> even_half, odd_half;  // this lane's half of the even lane's vector, and of the odd lane's
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float other = shfl_xor(odd ? sums[i] : sums[4 + i], 1);
-        of_even[i] = odd ? other : sums[i];
-        of_odd[i] = odd ? sums[4 + i] : other;
+        even_half[i] = odd ? other : sums[i];
+        odd_half[i] = odd ? sums[4 + i] : other;
       }
       float* const even_to = odd ? to - 4 : to;
-      if (odd ? other_live : live) gpu::store(even_to, of_even);
-      if (odd ? live : other_live) gpu::store(even_to + 8, of_odd);
+      if (odd ? other_live : live) gpu::store(even_to, even_half);
+      if (odd ? live : other_live) gpu::store(even_to + 8, odd_half);
     } else if (live) {
       gpu::store(to, reinterpret_cast<const Vec<float, VEC>&>(sums));
     }
