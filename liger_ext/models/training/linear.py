@@ -1,11 +1,12 @@
 """Recognises the linear layers that the nodes of `liger_ext.models.training.nodes` run: plain ones, bitsandbytes' with
-4-bit weights, and PEFT's with LoRA adapters around one of these. `products.py` computes them.
+4-bit weights, and PEFT's with LoRA adapters around one of these. Around any other base layer, a node adds the adapters
+to the result of the base layer's own call. `products.py` computes them.
 
 A node receives its layers as two flat lists, because autograd and the graphs of torch.compile take tensors and numbers:
 
 - parameters: for each layer weight, bias and the statistics of a 4-bit weight (absmax, absmax_code, absmax_scales,
   absmax_offset of `functional.dequantize_4bit`), then A, B and B's bias of each adapter; at the end the seed of the
-  node's dropout. All but the weights, A and B may be None.
+  node's dropout. All but the weights, A and B may be None; without a weight, the node adds to a base layer's result.
 - constants: for each layer the code, blocksize and absmax_blocksize of a 4-bit weight (0: plain) and the number of its
   adapters, then the scaling of each adapter and the rate of its dropout.
 """
@@ -23,7 +24,14 @@ from liger_ext.models.patching.swap import is_plain_linear, is_plain_tensor
 from liger_ext.models.training.products import ADAPTER_CONSTANTS, LAYER_CONSTANTS, LAYER_PARAMETERS
 from liger_ext.ops.dequantize_4bit import CODES_4BIT
 
-_PEFTS = ("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")  # LoRA's layers
+# PEFT's classes (0.18 to 0.21) whose forward computes `base_layer(x)`, then adds each active adapter's part.
+_LORA = "peft.tuners.lora."
+_PEFTS = frozenset(
+    {(_LORA + "layer", "Linear"), (_LORA + "bnb", "Linear4bit"), (_LORA + "bnb", "Linear8bitLt")}
+    | {(_LORA + "gptq", "GPTQLoraLinear"), (_LORA + "awq", "AwqLoraLinear"), (_LORA + "aqlm", "AqlmLoraLinear")}
+    | {(_LORA + "hqq", "HqqLoraLinear"), (_LORA + "eetq", "EetqLoraLinear"), (_LORA + "inc", "IncLoraLinear")}
+    | {(_LORA + "torchao", "TorchaoLoraLinear"), (_LORA + "te", "TeLinear")}
+)
 _BITSANDBYTES = "bitsandbytes.nn.modules", "Linear4bit"
 
 
@@ -52,6 +60,31 @@ def fused_parts(layer: nn.Module, x: Tensor) -> Parts | None:
     return parts
 
 
+def added_parts(layer: nn.Module, x: Tensor) -> Parts | None:
+    """Returns the parts of a LoRA layer without a weight: a node adds its adapters to the result of `base_layer`. They
+    have one dtype: without autocast, the node computes in it, as PEFT does. None for any other layer."""
+    if (type(layer).__module__, type(layer).__name__) not in _PEFTS or not only_forward_runs(layer):
+        return None
+    if layer.disable_adapters or layer.merged:
+        return None
+    parts = _with_adapters(layer, Parts((None,) * LAYER_PARAMETERS, (0.0,) * LAYER_CONSTANTS))
+    tensors = [t for t in parts.parameters if t is not None] if parts is not None else []
+    dtypes = {t.dtype for t in tensors}
+    if len(dtypes) != 1 or not all(is_plain_tensor(t) and t.device == x.device for t in tensors):
+        return None
+    casts = torch.is_autocast_enabled(x.device.type)
+    if casts and x.dtype not in (matmul_dtype(x), torch.float32):
+        return None
+    if dtypes != {x.dtype} and not casts and not getattr(layer, "cast_input_dtype_enabled", True):
+        return None
+    return parts if (torch.float64 in dtypes) == (x.dtype == torch.float64) else None
+
+
+def base_layer(layer: nn.Module) -> nn.Module:
+    """Returns the module that the `forward` of a LoRA layer calls for the base's result."""
+    return getattr(layer, "quant_linear_module", layer.base_layer)
+
+
 def _is_statistic(index: int, constants: Sequence[float]) -> bool:
     """Returns whether this parameter of a layer is a packed weight, or its statistics: no matmul reads it."""
     return 2 <= index < LAYER_PARAMETERS or (index == 0 and constants[1] > 0)
@@ -66,6 +99,8 @@ def flatten(x: Tensor, layers: Sequence[Parts]) -> tuple[torch.dtype, list[float
     biases are cast to its dtype; adapters are cast by the node, which rounds their gradients once. The seed is drawn
     here, once for each call: a checkpoint's second run draws it again."""
     dtype = matmul_dtype(x)
+    if layers[0].parameters[0] is None and not torch.is_autocast_enabled(x.device.type):
+        dtype = layers[0].parameters[LAYER_PARAMETERS].dtype
     constants, parameters = [], []
     for layer in layers:
         constants += layer.constants
@@ -87,9 +122,12 @@ def _parts(layer: nn.Module, x: Tensor) -> Parts | None:
         return _base_parts(layer, x)
     if not only_forward_runs(layer) or (layer.disable_adapters and layer.merged):  # the call unmerges
         return None
-    base = _base_parts(layer.base_layer, x)
-    if base is None or layer.disable_adapters or layer.merged:
-        return base
+    base = _base_parts(base_layer(layer), x)
+    return base if base is None or layer.disable_adapters or layer.merged else _with_adapters(layer, base)
+
+
+def _with_adapters(layer: nn.Module, base: Parts) -> Parts | None:
+    """Returns the parts of a LoRA layer, from its base layer's; None if an adapter computes more."""
     adapters = [_adapter(layer, name) for name in layer.active_adapters if name in layer.lora_A]
     if None in adapters:
         return None
