@@ -1,14 +1,14 @@
 """Recognises the linear layers that the nodes of `liger_ext.models.training.nodes` run: plain ones, bitsandbytes' with
-4-bit weights, and PEFT's with LoRA adapters around one of these. Around any other base layer, a node adds the adapters
-to the result of the base layer's own call. `products.py` computes them.
+4-bit weights, those with a weight that torchao has quantised, and PEFT's with LoRA adapters around one of these. Around
+any other base layer, a node adds the adapters to the result of the base layer's own call. `products.py` computes them.
 
 A node receives its layers as two flat lists, because autograd and the graphs of torch.compile take tensors and numbers:
 
 - parameters: for each layer weight, bias and the statistics of a 4-bit weight (absmax, absmax_code, absmax_scales,
   absmax_offset of `functional.dequantize_4bit`), then A, B and B's bias of each adapter; at the end the seed of the
   node's dropout. All but the weights, A and B may be None; without a weight, the node adds to a base layer's result.
-- constants: for each layer the code, blocksize and absmax_blocksize of a 4-bit weight (0: plain) and the number of its
-  adapters, then the scaling of each adapter and the rate of its dropout.
+- constants: for each layer the code, blocksize (0: plain; -1: torchao's) and absmax_blocksize of a 4-bit weight and the
+  number of its adapters, then the scaling of each adapter and the rate of its dropout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_ext.models.patching.calls import only_forward_runs
-from liger_ext.models.patching.swap import is_plain_linear, is_plain_tensor
+from liger_ext.models.patching.swap import is_plain_linear, is_plain_tensor, torch_linear_is_intact
 from liger_ext.models.training.products import ADAPTER_CONSTANTS, LAYER_CONSTANTS, LAYER_PARAMETERS
 from liger_ext.ops.dequantize_4bit import CODES_4BIT
 
@@ -32,6 +32,12 @@ _PEFTS = frozenset(
     | {(_LORA + "hqq", "HqqLoraLinear"), (_LORA + "eetq", "EetqLoraLinear"), (_LORA + "inc", "IncLoraLinear")}
     | {(_LORA + "torchao", "TorchaoLoraLinear"), (_LORA + "te", "TeLinear")}
 )
+# torchao's weights that are decoded for a matmul, and their attributes that are None unless it does more.
+_TORCHAO = {
+    "Int8Tensor": ("act_quant_kwargs", "act_pre_scale"),
+    "Float8Tensor": ("act_quant_kwargs",),
+    "IntxUnpackedToInt8Tensor": ("activation_quantization",),
+}
 _BITSANDBYTES = "bitsandbytes.nn.modules", "Linear4bit"
 
 
@@ -52,7 +58,7 @@ def fused_parts(layer: nn.Module, x: Tensor) -> Parts | None:
     for index, t in enumerate(parts.parameters):
         if t is None:
             continue
-        if not is_plain_tensor(t) or t.device != x.device:
+        if not (is_plain_tensor(t) or (index == 0 and parts.constants[1] < 0)) or t.device != x.device:
             return None
         differs = torch.float64 in (x.dtype, t.dtype) if casts else t.dtype != x.dtype
         if differs and not _is_statistic(index, parts.constants):
@@ -87,7 +93,7 @@ def base_layer(layer: nn.Module) -> nn.Module:
 
 def _is_statistic(index: int, constants: Sequence[float]) -> bool:
     """Returns whether this parameter of a layer is a packed weight, or its statistics: no matmul reads it."""
-    return 2 <= index < LAYER_PARAMETERS or (index == 0 and constants[1] > 0)
+    return 2 <= index < LAYER_PARAMETERS or (index == 0 and constants[1] != 0)
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
@@ -156,6 +162,9 @@ def _base_parts(layer: nn.Module, x: Tensor) -> Parts | None:
     """Returns the parts of a linear layer without an adapter; None if its call computes more."""
     if is_plain_linear(layer):
         return Parts((layer.weight, layer.bias, *(None,) * (LAYER_PARAMETERS - 2)), (0.0,) * LAYER_CONSTANTS)
+    if type(layer) is nn.Linear:
+        runs = torch_linear_is_intact() and only_forward_runs(layer) and _decodes(layer.weight, x)
+        return Parts((layer.weight, layer.bias, None, None, None, None), (0.0, -1.0, 0.0, 0.0)) if runs else None
     if (type(layer).__module__, type(layer).__name__) != _BITSANDBYTES or not only_forward_runs(layer):
         return None
     state = getattr(layer.weight, "quant_state", None) or layer.quant_state  # FSDP's gathered weight has none
@@ -173,3 +182,14 @@ def _base_parts(layer: nn.Module, x: Tensor) -> Parts | None:
     bias = None if layer.bias is None else layer.bias.to(matmul_dtype(x))
     blocks = CODES_4BIT[state.quant_type], state.blocksize, state.state2.blocksize if state.nested else 256
     return Parts((layer.weight.data, bias, *statistics), (*map(float, blocks), 0.0))
+
+
+def _decodes(weight: Tensor, x: Tensor) -> bool:
+    """Returns whether this is a weight of torchao whose layer multiplies `x` by it, and computes no more. A graph of
+    torch.compile passes no tensor subclass to an op."""
+    options = _TORCHAO.get(type(weight).__name__) if type(weight).__module__.startswith("torchao.quant") else None
+    if options is None or any(getattr(weight, name, None) is not None for name in options):
+        return False
+    # torchao's results have the dtype of `x`, also under autocast.
+    fits = weight.dim() == 2 and weight.dtype == x.dtype == matmul_dtype(x) and not weight.requires_grad
+    return fits and not torch.compiler.is_compiling()

@@ -48,7 +48,7 @@ class Layer(NamedTuple):
     weight: Tensor | None
     bias: Tensor | None
     statistics: Sequence[Tensor | None]  # absmax, absmax_code, absmax_scales, absmax_offset of `dequantize_4bit`
-    blocks: tuple[int, ...]  # its code, blocksize (0: the weight is not packed) and absmax_blocksize
+    blocks: tuple[int, ...]  # its code, blocksize (0, -1: the weight is not packed) and absmax_blocksize
     adapters: list[Adapter]
     at: int  # the index of `weight` among the node's parameters
 
@@ -67,7 +67,9 @@ class Layer(NamedTuple):
         return sum(biases, 0 if self.bias is None else self.bias).to(self.adapters[0].b.dtype) if biases else self.bias
 
     def decoded(self, columns: int, dtype: torch.dtype) -> Tensor:
-        """Returns the weight. A packed weight, of this number of columns, is decoded to `dtype`."""
+        """Returns the weight. A packed weight, of this number of columns, or torchao's is decoded to `dtype`."""
+        if self.blocks[1] < 0:
+            return self.weight.dequantize().to(dtype)
         if not self.packs:
             return self.weight
         packed = self.weight.reshape(-1).view(torch.uint8)
