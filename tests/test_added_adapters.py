@@ -3,6 +3,7 @@ own call runs, and a node adds the adapters. Results are as close to float64 of 
 
 import copy
 import importlib
+import warnings
 from typing import NamedTuple
 
 import pytest
@@ -14,6 +15,7 @@ from test_adapter_options import drawn, patched  # noqa: F401
 from test_quantized import ALL, KINDS, Int8Linear, build
 from torch import nn
 
+from liger_ext import apply_liger_kernel_to_llama
 from liger_ext.models.training.nodes import adapted
 
 peft = pytest.importorskip("peft")
@@ -182,3 +184,68 @@ def test_compiled(device, case):
     found = step(model, batch, lambda _, **b: compiled(**b))
     for name, result in found.items():
         assert distance(result, expected[name]) < 0.1, name
+
+
+# Options of the adapters, a change of each adapted layer, and the layers that a patch's warning names.
+WARNINGS = {
+    "plain": (dict(target_modules=ALL, lora_dropout=0.1, lora_bias=True), None, []),
+    "DoRA": (dict(target_modules=ALL, use_dora=True), None, ["14 with DoRA or another variant of LoRA"]),
+    "hooks": (
+        dict(target_modules=["v_proj"]),
+        lambda layer: layer.lora_A.default.register_forward_hook(lambda *_: None),
+        ["2 with hooks or replaced functions of lora_A or lora_B"],
+    ),
+    "hooks of the layer": (
+        dict(target_modules=["v_proj"]),
+        lambda layer: layer.register_forward_hook(lambda *_: None),
+        ["2 with hooks or replaced functions (base_model.model.model.layers.0.self_attn.v_proj, ...)"],
+    ),
+    "hooks of the base": (
+        dict(target_modules=["v_proj"]),
+        lambda layer: layer.base_layer.register_forward_hook(lambda *_: None),
+        [],
+    ),
+    "bias of A": (
+        dict(target_modules=["v_proj"]),
+        lambda layer: layer.lora_A.default.register_parameter("bias", nn.Parameter(torch.zeros(8))),
+        ["2 with a bias of lora_A"],
+    ),
+    "parameters": (
+        dict(target_modules=[], target_parameters=["mlp.up_proj.weight"]),
+        None,
+        ["2 of class peft.tuners.lora.layer.ParamWrapper (base_model.model.model.layers.0.mlp.up_proj, ...)"],
+    ),
+    "head, embedding": (
+        dict(target_modules=["lm_head", "embed_tokens", "q_proj"]),
+        None,
+        ["1 of class peft.tuners.lora.layer.Embedding", "1 outside of the patched layers (base_model.model.lm_head)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WARNINGS)
+def test_a_patch_warns_once_of_layers_that_run_pefts_code(name):
+    options, change, expected = WARNINGS[name]
+    torch.manual_seed(5)
+    model = peft.get_peft_model(
+        build(tie_word_embeddings=False), peft.LoraConfig(r=8, task_type="CAUSAL_LM", **options)
+    )
+    for layer in adapters(model).values() if change else ():
+        change(layer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        apply_liger_kernel_to_llama(model=model)
+    found = [str(warning.message) for warning in caught if "adapted layers" in str(warning.message)]
+    assert len(found) == bool(expected)
+    assert all(part in found[0] for part in expected) and all(w.filename == __file__ for w in caught)
+    if change or name == "DoRA" or not expected:  # the warning is right
+        ran = calls_in_step(model.train())
+        assert len(ran) == sum(int(part.partition(" ")[0]) for part in expected), ran
+
+
+def test_adapters_attached_after_the_patch_give_no_warning():
+    model = build(tie_word_embeddings=False)
+    apply_liger_kernel_to_llama(model=model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        peft.get_peft_model(model, peft.LoraConfig(use_dora=True, task_type="CAUSAL_LM", target_modules=["q_proj"]))

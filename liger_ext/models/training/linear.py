@@ -86,6 +86,20 @@ def added_parts(layer: nn.Module, x: Tensor) -> Parts | None:
     return parts if (torch.float64 in dtypes) == (x.dtype == torch.float64) else None
 
 
+def why_called(layer: nn.Module) -> str | None:
+    """Returns why a call of a layer with PEFT's adapters must run PEFT's code, whatever its input is. None: nodes may
+    run it. FSDP2 gathers sharded parameters before the call, so they are no reason."""
+    module, name = type(layer).__module__, type(layer).__name__
+    if (module, name) not in _PEFTS:
+        return f"of class {module}.{name}"
+    if not only_forward_runs(layer):
+        return "with hooks or replaced functions"
+    if layer.disable_adapters or layer.merged or any(hasattr(p, "placements") for p in layer.parameters()):
+        return None
+    found = [_adapter(layer, name) for name in layer.active_adapters if name in layer.lora_A]
+    return next((reason for reason in found if isinstance(reason, str)), None)
+
+
 def base_layer(layer: nn.Module) -> nn.Module:
     """Returns the module that the `forward` of a LoRA layer calls for the base's result."""
     return getattr(layer, "quant_linear_module", layer.base_layer)
@@ -135,26 +149,28 @@ def _parts(layer: nn.Module, x: Tensor) -> Parts | None:
 def _with_adapters(layer: nn.Module, base: Parts) -> Parts | None:
     """Returns the parts of a LoRA layer, from its base layer's; None if an adapter computes more."""
     adapters = [_adapter(layer, name) for name in layer.active_adapters if name in layer.lora_A]
-    if None in adapters:
+    if any(isinstance(adapter, str) for adapter in adapters):
         return None
     parameters = [t for adapter in adapters for t in adapter.parameters]
     constants = [number for adapter in adapters for number in adapter.constants]
     return Parts((*base.parameters, *parameters), (*base.constants[:-1], float(len(adapters)), *constants))
 
 
-def _adapter(layer: nn.Module, name: str) -> Parts | None:
-    """Returns the parameters and constants of one LoRA adapter; None if it computes more."""
+def _adapter(layer: nn.Module, name: str) -> Parts | str:
+    """Returns the parameters and constants of one LoRA adapter; if it computes more, the reason."""
     # DoRA and other variants; they are flags of the layer before PEFT 0.15.
     if name in getattr(layer, "lora_variant", ()) or getattr(layer, "use_dora", {}).get(name, False):
-        return None
+        return "with DoRA or another variant of LoRA"
     a, b, scaling, dropout = layer.lora_A[name], layer.lora_B[name], layer.scaling[name], layer.lora_dropout[name]
-    if not (is_plain_linear(a) and is_plain_linear(b) and a.bias is None and isinstance(scaling, (int, float))):
-        return None
+    if not (is_plain_linear(a) and is_plain_linear(b)):
+        return "with hooks or replaced functions of lora_A or lora_B"
+    if a.bias is not None or not isinstance(scaling, (int, float)):
+        return "with a bias of lora_A or a scaling that is no number"
     if type(dropout) not in (nn.Dropout, nn.Identity) or not only_forward_runs(dropout):
-        return None
+        return "with another dropout than torch's"
     rate = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
     if a.weight.dtype != b.weight.dtype or (rate and dropout.inplace):
-        return None
+        return "with lora_A and lora_B of two dtypes, or dropout in place"
     return Parts((a.weight, b.weight, b.bias), (float(scaling), float(rate)))
 
 
