@@ -157,8 +157,10 @@ def distances(stock, model, batch, **options) -> dict[str, float]:
 
 
 def assert_same_step(stock, model, batch, dtype, **options):
+    """In bf16, torchao's int8 layers round the product before its scale, our nodes the weight (test_torchao_layers.py
+    compares both with float64)."""
     for name, found in distances(stock, model, batch, **options).items():
-        assert found <= (2e-4 if dtype == torch.float32 else 1e-3 if name == "loss" else 0.06), (name, found)
+        assert found <= (2e-4 if dtype == torch.float32 else 2e-3 if name == "loss" else 0.06), (name, found)
 
 
 def assert_same_float8_steps(stock, model, rows, seq, dtype, **options):

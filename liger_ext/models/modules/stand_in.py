@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from liger_ext.models.patching.calls import only_forward_runs
 from liger_ext.models.patching.forwards import parse_function
+from liger_ext.models.patching.warn import warn
 from liger_ext.models.training.checkpoint import is_differentiated
+from liger_ext.models.training.linear import why_called
 from liger_ext.models.training.nodes import adapted
 from liger_ext.ops._compile import assume_constant_result
 
@@ -78,6 +80,24 @@ def fused_names(module: nn.Module, uses: Uses) -> list[str]:
 def _may_fit(layer: nn.Module | None) -> bool:
     """Returns whether `layer` is a linear layer other than torch's. PEFT's and bitsandbytes' have this attribute."""
     return type(layer) is not nn.Linear and layer is not None and "in_features" in layer.__dict__
+
+
+def warn_of_adapters(model: nn.Module, patches: tuple[type, ...]) -> None:
+    """Warns once of the layers of `model` whose adapters run PEFT's code, for each reason with their number. `patches`
+    are the patches that run layers in nodes."""
+    inside = {id(m) for module in model.modules() if isinstance(module, patches) for m in module.modules()}
+    found: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        if any((c.__module__, c.__name__) == _ADAPTED for c in type(module).__mro__):
+            reason = why_called(module) or (None if id(module) in inside else "outside of the patched layers")
+            if reason is not None:
+                found.setdefault(reason, []).append(name)
+    if found:
+        parts = (f"{len(names)} {reason} ({names[0]}{', ...' if names[1:] else ''})" for reason, names in found.items())
+        warn(f"PEFT's own code runs these adapted layers of {type(model).__name__}: {'; '.join(parts)}")
+
+
+_ADAPTED = "peft.tuners.tuners_utils", "BaseTunerLayer"
 
 
 def sees_no_module(attention: nn.Module) -> bool:

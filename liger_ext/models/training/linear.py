@@ -1,13 +1,14 @@
 """Recognises the linear layers that the nodes of `liger_ext.models.training.nodes` run: plain ones, bitsandbytes' with
-4-bit weights, and PEFT's with LoRA adapters around one of these. `products.py` computes them.
+4-bit weights, those with a weight that torchao has quantised, and PEFT's with LoRA adapters around one of these. Around
+any other base layer, a node adds the adapters to the result of the base layer's own call. `products.py` computes them.
 
 A node receives its layers as two flat lists, because autograd and the graphs of torch.compile take tensors and numbers:
 
 - parameters: for each layer weight, bias and the statistics of a 4-bit weight (absmax, absmax_code, absmax_scales,
   absmax_offset of `functional.dequantize_4bit`), then A, B and B's bias of each adapter; at the end the seed of the
-  node's dropout. All but the weights, A and B may be None.
-- constants: for each layer the code, blocksize and absmax_blocksize of a 4-bit weight (0: plain) and the number of its
-  adapters, then the scaling of each adapter and the rate of its dropout.
+  node's dropout. All but the weights, A and B may be None; without a weight, the node adds to a base layer's result.
+- constants: for each layer the code, blocksize (0: plain; -1: torchao's) and absmax_blocksize of a 4-bit weight and the
+  number of its adapters, then the scaling of each adapter and the rate of its dropout.
 """
 
 from __future__ import annotations
@@ -19,11 +20,24 @@ import torch
 from torch import Tensor, nn
 
 from liger_ext.models.patching.calls import only_forward_runs
-from liger_ext.models.patching.swap import is_plain_linear, is_plain_tensor
+from liger_ext.models.patching.swap import is_plain_linear, is_plain_tensor, torch_linear_is_intact
 from liger_ext.models.training.products import ADAPTER_CONSTANTS, LAYER_CONSTANTS, LAYER_PARAMETERS
 from liger_ext.ops.dequantize_4bit import CODES_4BIT
 
-_PEFTS = ("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")  # LoRA's layers
+# PEFT's classes (0.18 to 0.21) whose forward computes `base_layer(x)`, then adds each active adapter's part.
+_LORA = "peft.tuners.lora."
+_PEFTS = frozenset(
+    {(_LORA + "layer", "Linear"), (_LORA + "bnb", "Linear4bit"), (_LORA + "bnb", "Linear8bitLt")}
+    | {(_LORA + "gptq", "GPTQLoraLinear"), (_LORA + "awq", "AwqLoraLinear"), (_LORA + "aqlm", "AqlmLoraLinear")}
+    | {(_LORA + "hqq", "HqqLoraLinear"), (_LORA + "eetq", "EetqLoraLinear"), (_LORA + "inc", "IncLoraLinear")}
+    | {(_LORA + "torchao", "TorchaoLoraLinear"), (_LORA + "te", "TeLinear")}
+)
+# torchao's weights that are decoded for a matmul, and their attributes that are None unless it does more.
+_TORCHAO = {
+    "Int8Tensor": ("act_quant_kwargs", "act_pre_scale"),
+    "Float8Tensor": ("act_quant_kwargs",),
+    "IntxUnpackedToInt8Tensor": ("activation_quantization",),
+}
 _BITSANDBYTES = "bitsandbytes.nn.modules", "Linear4bit"
 
 
@@ -44,7 +58,7 @@ def fused_parts(layer: nn.Module, x: Tensor) -> Parts | None:
     for index, t in enumerate(parts.parameters):
         if t is None:
             continue
-        if not is_plain_tensor(t) or t.device != x.device:
+        if not (is_plain_tensor(t) or (index == 0 and parts.constants[1] < 0)) or t.device != x.device:
             return None
         differs = torch.float64 in (x.dtype, t.dtype) if casts else t.dtype != x.dtype
         if differs and not _is_statistic(index, parts.constants):
@@ -52,9 +66,48 @@ def fused_parts(layer: nn.Module, x: Tensor) -> Parts | None:
     return parts
 
 
+def added_parts(layer: nn.Module, x: Tensor) -> Parts | None:
+    """Returns the parts of a LoRA layer without a weight: a node adds its adapters to the result of `base_layer`. They
+    have one dtype: without autocast, the node computes in it, as PEFT does. None for any other layer."""
+    if (type(layer).__module__, type(layer).__name__) not in _PEFTS or not only_forward_runs(layer):
+        return None
+    if layer.disable_adapters or layer.merged:
+        return None
+    parts = _with_adapters(layer, Parts((None,) * LAYER_PARAMETERS, (0.0,) * LAYER_CONSTANTS))
+    tensors = [t for t in parts.parameters if t is not None] if parts is not None else []
+    dtypes = {t.dtype for t in tensors}
+    if len(dtypes) != 1 or not all(is_plain_tensor(t) and t.device == x.device for t in tensors):
+        return None
+    casts = torch.is_autocast_enabled(x.device.type)
+    if casts and x.dtype not in (matmul_dtype(x), torch.float32):
+        return None
+    if dtypes != {x.dtype} and not casts and not getattr(layer, "cast_input_dtype_enabled", True):
+        return None
+    return parts if (torch.float64 in dtypes) == (x.dtype == torch.float64) else None
+
+
+def why_called(layer: nn.Module) -> str | None:
+    """Returns why a call of a layer with PEFT's adapters must run PEFT's code, whatever its input is. None: nodes may
+    run it. FSDP2 gathers sharded parameters before the call, so they are no reason."""
+    module, name = type(layer).__module__, type(layer).__name__
+    if (module, name) not in _PEFTS:
+        return f"of class {module}.{name}"
+    if not only_forward_runs(layer):
+        return "with hooks or replaced functions"
+    if layer.disable_adapters or layer.merged or any(hasattr(p, "placements") for p in layer.parameters()):
+        return None
+    found = [_adapter(layer, name) for name in layer.active_adapters if name in layer.lora_A]
+    return next((reason for reason in found if isinstance(reason, str)), None)
+
+
+def base_layer(layer: nn.Module) -> nn.Module:
+    """Returns the module that the `forward` of a LoRA layer calls for the base's result."""
+    return getattr(layer, "quant_linear_module", layer.base_layer)
+
+
 def _is_statistic(index: int, constants: Sequence[float]) -> bool:
     """Returns whether this parameter of a layer is a packed weight, or its statistics: no matmul reads it."""
-    return 2 <= index < LAYER_PARAMETERS or (index == 0 and constants[1] > 0)
+    return 2 <= index < LAYER_PARAMETERS or (index == 0 and constants[1] != 0)
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
@@ -66,6 +119,8 @@ def flatten(x: Tensor, layers: Sequence[Parts]) -> tuple[torch.dtype, list[float
     biases are cast to its dtype; adapters are cast by the node, which rounds their gradients once. The seed is drawn
     here, once for each call: a checkpoint's second run draws it again."""
     dtype = matmul_dtype(x)
+    if layers[0].parameters[0] is None and not torch.is_autocast_enabled(x.device.type):
+        dtype = layers[0].parameters[LAYER_PARAMETERS].dtype
     constants, parameters = [], []
     for layer in layers:
         constants += layer.constants
@@ -87,30 +142,35 @@ def _parts(layer: nn.Module, x: Tensor) -> Parts | None:
         return _base_parts(layer, x)
     if not only_forward_runs(layer) or (layer.disable_adapters and layer.merged):  # the call unmerges
         return None
-    base = _base_parts(layer.base_layer, x)
-    if base is None or layer.disable_adapters or layer.merged:
-        return base
+    base = _base_parts(base_layer(layer), x)
+    return base if base is None or layer.disable_adapters or layer.merged else _with_adapters(layer, base)
+
+
+def _with_adapters(layer: nn.Module, base: Parts) -> Parts | None:
+    """Returns the parts of a LoRA layer, from its base layer's; None if an adapter computes more."""
     adapters = [_adapter(layer, name) for name in layer.active_adapters if name in layer.lora_A]
-    if None in adapters:
+    if any(isinstance(adapter, str) for adapter in adapters):
         return None
     parameters = [t for adapter in adapters for t in adapter.parameters]
     constants = [number for adapter in adapters for number in adapter.constants]
     return Parts((*base.parameters, *parameters), (*base.constants[:-1], float(len(adapters)), *constants))
 
 
-def _adapter(layer: nn.Module, name: str) -> Parts | None:
-    """Returns the parameters and constants of one LoRA adapter; None if it computes more."""
+def _adapter(layer: nn.Module, name: str) -> Parts | str:
+    """Returns the parameters and constants of one LoRA adapter; if it computes more, the reason."""
     # DoRA and other variants; they are flags of the layer before PEFT 0.15.
     if name in getattr(layer, "lora_variant", ()) or getattr(layer, "use_dora", {}).get(name, False):
-        return None
+        return "with DoRA or another variant of LoRA"
     a, b, scaling, dropout = layer.lora_A[name], layer.lora_B[name], layer.scaling[name], layer.lora_dropout[name]
-    if not (is_plain_linear(a) and is_plain_linear(b) and a.bias is None and isinstance(scaling, (int, float))):
-        return None
+    if not (is_plain_linear(a) and is_plain_linear(b)):
+        return "with hooks or replaced functions of lora_A or lora_B"
+    if a.bias is not None or not isinstance(scaling, (int, float)):
+        return "with a bias of lora_A or a scaling that is no number"
     if type(dropout) not in (nn.Dropout, nn.Identity) or not only_forward_runs(dropout):
-        return None
+        return "with another dropout than torch's"
     rate = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
     if a.weight.dtype != b.weight.dtype or (rate and dropout.inplace):
-        return None
+        return "with lora_A and lora_B of two dtypes, or dropout in place"
     return Parts((a.weight, b.weight, b.bias), (float(scaling), float(rate)))
 
 
@@ -118,6 +178,9 @@ def _base_parts(layer: nn.Module, x: Tensor) -> Parts | None:
     """Returns the parts of a linear layer without an adapter; None if its call computes more."""
     if is_plain_linear(layer):
         return Parts((layer.weight, layer.bias, *(None,) * (LAYER_PARAMETERS - 2)), (0.0,) * LAYER_CONSTANTS)
+    if type(layer) is nn.Linear:
+        runs = torch_linear_is_intact() and only_forward_runs(layer) and _decodes(layer.weight, x)
+        return Parts((layer.weight, layer.bias, None, None, None, None), (0.0, -1.0, 0.0, 0.0)) if runs else None
     if (type(layer).__module__, type(layer).__name__) != _BITSANDBYTES or not only_forward_runs(layer):
         return None
     state = getattr(layer.weight, "quant_state", None) or layer.quant_state  # FSDP's gathered weight has none
@@ -135,3 +198,14 @@ def _base_parts(layer: nn.Module, x: Tensor) -> Parts | None:
     bias = None if layer.bias is None else layer.bias.to(matmul_dtype(x))
     blocks = CODES_4BIT[state.quant_type], state.blocksize, state.state2.blocksize if state.nested else 256
     return Parts((layer.weight.data, bias, *statistics), (*map(float, blocks), 0.0))
+
+
+def _decodes(weight: Tensor, x: Tensor) -> bool:
+    """Returns whether this is a weight of torchao whose layer multiplies `x` by it, and computes no more. A graph of
+    torch.compile passes no tensor subclass to an op."""
+    options = _TORCHAO.get(type(weight).__name__) if type(weight).__module__.startswith("torchao.quant") else None
+    if options is None or any(getattr(weight, name, None) is not None for name in options):
+        return False
+    # torchao's results have the dtype of `x`, also under autocast.
+    fits = weight.dim() == 2 and weight.dtype == x.dtype == matmul_dtype(x) and not weight.requires_grad
+    return fits and not torch.compiler.is_compiling()

@@ -22,7 +22,7 @@ recomputes tensors for the backward, and ends before the MLP.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +35,10 @@ from liger_ext.models.patching.calls import is_exported
 from liger_ext.models.patching.swap import is_plain_tensor
 from liger_ext.models.training.checkpoint import is_differentiated
 from liger_ext.models.training.graph_ops import graph_op, without_autocast
-from liger_ext.models.training.linear import Parts, flatten, fused_parts, has_dropout
+from liger_ext.models.training.linear import Parts, added_parts, base_layer, flatten, fused_parts, has_dropout
 from liger_ext.models.training.products import (
     Dropout,
+    add_adapters,
     input_gradient,
     linears,
     low_gradients,
@@ -93,12 +94,16 @@ def norm_mlp(
 
 
 def adapted(layer: nn.Module, x: Tensor, training: bool) -> Tensor:
-    """Computes ``layer(x)``, as one node if `fused_linears` accepts the layer."""
-    linears = fused_linears(x, (layer,), training)
+    """Computes ``layer(x)``, as one node if `fused_linears` accepts the layer. Of another LoRA layer, the base layer is
+    called, and a node adds the adapters."""
+    linears, base = fused_linears(x, (layer,), training), None
     if linears is None:
-        return layer(x)
+        linears = fused_linears(x, (layer,), training, added_parts)
+        if linears is None:
+            return layer(x)
+        base = adapted(base_layer(layer), x, training)
     *layers, parameters = flatten(x, linears)
-    return applied(_Adapted.apply, layers, x, *parameters)
+    return applied(_Adapted.apply, layers, base, x, *parameters)
 
 
 _LAYERS = "ScalarType dtype, float[] constants, Tensor?[] parameters"  # from `linear.flatten`
@@ -107,8 +112,8 @@ _NORM_LAYERS = "float eps, " + _LAYERS  # the last arguments of each op with a n
 
 class _Adapted(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, layers, x, *parameters):
-        out, low = _adapted(x, *layers, parameters)
+    def forward(ctx, layers, base, x, *parameters):
+        out, low = _adapted(x, base, *layers, parameters)
         ctx.save_for_backward(x, _low(low), *_detached(parameters))
         ctx.layers = layers
         return out
@@ -116,14 +121,20 @@ class _Adapted(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         x, low, *parameters = ctx.saved_tensors
-        needs = ctx.needs_input_grad[1:]
+        need_base, *needs = ctx.needs_input_grad[1:]
         gradients = _adapted_backward(dout, x, low, needs, *ctx.layers, parameters)
-        return None, *(g if need else None for g, need in zip(gradients, needs, strict=True))
+        return (
+            None,
+            dout if need_base else None,
+            *(g if need else None for g, need in zip(gradients, needs, strict=True)),
+        )
 
 
-@graph_op("Tensor x, " + _LAYERS)
-def _adapted(x, dtype, constants, parameters):
+@graph_op("Tensor x, Tensor? base, " + _LAYERS)
+def _adapted(x, base, dtype, constants, parameters):
     layers, seed = unpack(dtype, constants, parameters)
+    if base is not None:
+        return add_adapters(base, x.to(dtype), *layers, Dropout(seed))
     (out,), low = linears(x.to(dtype), layers, Dropout(seed))
     return out, low
 
@@ -133,7 +144,8 @@ def _adapted(x, dtype, constants, parameters):
 def _adapted_backward(dout, x, low, needs, dtype, constants, parameters):
     need_x, *needs = needs
     layers, seed = unpack(dtype, constants, parameters)
-    return _linears_backward([dout], x.to(dtype), low, layers, needs, Dropout(seed), x if need_x else None)
+    dout, y = dout.to(dtype), x.to(dtype)
+    return _linears_backward([dout], y, low, layers, needs, Dropout(seed), x if need_x else None)
 
 
 class _NormLinears(torch.autograd.Function):
@@ -332,9 +344,11 @@ def _norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Te
     return y.to(dtype), rstd
 
 
-def fused_linears(x: Tensor, layers: Iterable[nn.Module], training: bool) -> list[Parts] | None:
+def fused_linears(
+    x: Tensor, layers: Iterable[nn.Module], training: bool, read: Callable = fused_parts
+) -> list[Parts] | None:
     """Returns the parts of `layers` that the nodes run. None unless all are linear layers, plain or with LoRA, that
-    `fused_parts` accepts, and nothing but a backward may follow: no functorch transform, forward-mode derivative or
+    `read` accepts, and nothing but a backward may follow: no functorch transform, forward-mode derivative or
     export."""
     differentiated = is_differentiated()
     if not (differentiated or training) or x.device.type not in ("cpu", "cuda") or not is_plain_tensor(x):
@@ -348,7 +362,7 @@ def fused_linears(x: Tensor, layers: Iterable[nn.Module], training: bool) -> lis
         return None  # the mode may replace F.linear, and with it the derivative
     found = []
     for layer in layers:
-        parts = fused_parts(layer, x)
+        parts = read(layer, x)
         if parts is None:
             return None
         found.append(parts)

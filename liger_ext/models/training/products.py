@@ -45,10 +45,10 @@ class Adapter(NamedTuple):
 
 
 class Layer(NamedTuple):
-    weight: Tensor
+    weight: Tensor | None
     bias: Tensor | None
     statistics: Sequence[Tensor | None]  # absmax, absmax_code, absmax_scales, absmax_offset of `dequantize_4bit`
-    blocks: tuple[int, ...]  # its code, blocksize (0: the weight is not packed) and absmax_blocksize
+    blocks: tuple[int, ...]  # its code, blocksize (0, -1: the weight is not packed) and absmax_blocksize
     adapters: list[Adapter]
     at: int  # the index of `weight` among the node's parameters
 
@@ -67,7 +67,9 @@ class Layer(NamedTuple):
         return sum(biases, 0 if self.bias is None else self.bias).to(self.adapters[0].b.dtype) if biases else self.bias
 
     def decoded(self, columns: int, dtype: torch.dtype) -> Tensor:
-        """Returns the weight. A packed weight, of this number of columns, is decoded to `dtype`."""
+        """Returns the weight. A packed weight, of this number of columns, or torchao's is decoded to `dtype`."""
+        if self.blocks[1] < 0:
+            return self.weight.dequantize().to(dtype)
         if not self.packs:
             return self.weight
         packed = self.weight.reshape(-1).view(torch.uint8)
@@ -142,6 +144,16 @@ def linears(x: Tensor, layers: Sequence[Layer], dropout: Dropout) -> tuple[list[
     return outs, low
 
 
+def add_adapters(base: Tensor, x: Tensor, layer: Layer, dropout: Dropout) -> tuple[Tensor, Tensor]:
+    """Adds the adapters' products with the input x, [..., columns], to the result of the base layer's own call. Returns
+    the sum in new memory, since that result may be a view, or saved; and `low_products`."""
+    low = low_products(rows(x), [layer], dropout)
+    bias, factor = layer.total_bias(), _joined([a.b for a in layer.adapters], 1).t()
+    total = rows(base) if bias is None else rows(base) + bias
+    total = torch.addmm(total, low, factor) if total.dtype == low.dtype else total + low @ factor
+    return total.to(base.dtype).view(base.shape), low
+
+
 def _pays(layer: Layer, count: int, narrow: int, wide: int) -> bool:
     """Returns whether one matmul should compute the product of a layer and those of its adapters, for `count` rows.
 
@@ -181,13 +193,16 @@ def input_gradient(
     columns: int,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """Returns the gradient of the layers' input, [rows, columns], in `dtype`; None without a gradient of a result."""
+    """Returns the gradient of the layers' input, [rows, columns], in `dtype`; None without a gradient of a result. A
+    layer without a weight has only its adapters' part."""
     total, rest = None, []
     for dout, layer in zip(douts, layers, strict=True):
         if dout is None:
             continue
         weight, plain = layer.decoded(columns, dout.dtype), [a for a in layer.adapters if not a.dropout]
-        if total is None and len(plain) == len(layer.adapters) and _pays(layer, *dout.shape, columns):
+        if weight is None:
+            rest += plain
+        elif total is None and len(plain) == len(layer.adapters) and _pays(layer, *dout.shape, columns):
             wide, tall = (
                 torch.cat([dout, *(low[a.stream] for a in plain)], 1),
                 torch.cat([weight, *(a.a for a in plain)]),
@@ -200,7 +215,9 @@ def input_gradient(
         total = _add_product(total, _joined([low[a.stream] for a in rest], 1), _joined([a.a for a in rest]), dtype)
     for adapter in _adapters(layers):
         if adapter.dropout and adapter.stream in low:
-            dropout.add_(total, low[adapter.stream] @ adapter.a, adapter)
+            part = low[adapter.stream] @ adapter.a
+            total = part.new_zeros(part.shape, dtype=dtype) if total is None else total
+            dropout.add_(total, part, adapter)
     return total
 
 
