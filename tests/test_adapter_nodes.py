@@ -21,7 +21,10 @@ from llama_models import (  # noqa: F401
 from torch import nn
 
 peft = pytest.importorskip("peft")
-from peft.tuners.lora import Linear  # noqa: E402
+from peft.tuners import lora as tuner  # noqa: E402
+
+Linear = tuner.Linear
+CLASSES = tuple(getattr(tuner, name) for name in ("Linear", "Linear4bit") if hasattr(tuner, name))
 
 FAMILIES = ("llama", "gemma2", "phi3", "olmo3", "cohere2", "qwen3_5_text")
 # Families with other modules that have no patch, and the adapters that run PEFT's forward: one whose weight the module
@@ -44,7 +47,7 @@ def adapt(model: nn.Module) -> nn.Module:
 
 
 def adapters(model: nn.Module) -> dict[str, nn.Module]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, CLASSES)}
 
 
 @contextmanager
@@ -52,9 +55,10 @@ def recorded_calls(model: nn.Module) -> Iterator[list[str]]:
     """Records the names of the adapters that run PEFT's forward, by a profiler: a hook or a wrapped function would keep
     the nodes from running."""
     names, found = {id(module): name for name, module in adapters(model).items()}, []
+    codes = [cls.forward.__code__ for cls in CLASSES]
 
     def profile(frame, event, _):
-        if event == "call" and frame.f_code is Linear.forward.__code__:
+        if event == "call" and frame.f_code in codes:
             found.append(names[id(frame.f_locals["self"])])
 
     sys.setprofile(profile)
