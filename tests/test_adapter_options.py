@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 from dropout_mask import mask, scale
-from llama_models import LEVELS, assert_as_good, build, checkpoint_layers, make_batch, one_thread, step  # noqa: F401
+from llama_models import LEVELS, assert_as_good, build, checkpoint_layers, exact, make_batch, one_thread, step  # noqa: F401
 from test_adapter_nodes import calls_in_step
 from torch import nn
 
@@ -30,10 +30,14 @@ CASES = {
 cases = pytest.mark.parametrize("case", CASES)
 
 
-def adapted(case: str, dtype: torch.dtype, **sizes) -> nn.Module:
+def adapted(case: str, dtype: torch.dtype) -> nn.Module:
+    return with_adapters(build(dtype=dtype), case)
+
+
+def with_adapters(model: nn.Module, case: str) -> nn.Module:
     torch.manual_seed(3)
     first, second = ({**o, "target_modules": ALL} if o else None for o in CASES[case])
-    model = peft.get_peft_model(build(dtype=dtype, **sizes), peft.LoraConfig(task_type="CAUSAL_LM", **first))
+    model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **first))
     if second:
         model.add_adapter("second", peft.LoraConfig(task_type="CAUSAL_LM", **second))
         model.base_model.set_adapter(["default", "second"])
@@ -57,8 +61,8 @@ class Masked(nn.Module):
 
 
 def with_masks(model: nn.Module, seeds: list[int]) -> nn.Module:
-    """Returns a float64 copy of a stock model whose dropout has the masks of these seeds, one for each node."""
-    model, drawn = copy.deepcopy(model).double(), iter(seeds)
+    """Returns a copy of a stock model whose dropout has the masks of these seeds, one for each node."""
+    model, drawn = copy.deepcopy(model), iter(seeds)
     for layer in model.get_base_model().model.layers:
         for node in NODES:
             parts = [getattr(layer.self_attn if "_proj" in n and n[0] in "qkvo" else layer.mlp, n) for n in node]
@@ -105,9 +109,8 @@ def test_as_good_as_with_the_masks_in_pytorch(device, drawn, case, memory):
     model, batch = patched(stock, memory=memory), make_batch(device)
     torch.manual_seed(1)
     found = step(model, batch)
-    reference = with_masks(stock, drawn)
-    expected = step(copy.deepcopy(reference).float(), batch)
-    assert_as_good(found, expected, step(reference, batch))
+    masked = with_masks(stock, drawn)
+    assert_as_good(found, step(masked, batch), step(exact(masked), batch))
     assert (len(drawn) == 6) == ("dropout" in case) and not calls_in_step(model)  # of PEFT's forward
 
 
@@ -124,8 +127,8 @@ def test_checkpoints_repeat_the_masks(device, drawn, use_reentrant, tile, monkey
     found = step(model, batch)
     first, second = drawn[:6], drawn[6:]
     assert [*second[3:], *second[:3]] == first  # the second runs start with the last layer
-    reference = with_masks(stock, first)
-    assert_as_good(found, step(copy.deepcopy(reference).float(), batch), step(reference, batch))
+    masked = with_masks(stock, first)
+    assert_as_good(found, step(masked, batch), step(exact(masked), batch))
 
 
 def test_a_seed_repeats_a_step_and_evaluation_drops_nothing(device):

@@ -31,7 +31,7 @@ def decoded(model: nn.Module) -> nn.Module:
     for path, module in list(model.named_modules()):
         if isinstance(module, bnb.nn.Linear4bit):
             plain = nn.Linear(module.in_features, module.out_features, module.bias is not None)
-            plain.weight.data = bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state).float()
+            plain.weight.data = bnb.functional.dequantize_4bit(module.weight.data, module.quant_state).float()
             if module.bias is not None:
                 plain.bias.data = module.bias.data.float()
             model.set_submodule(path, plain.requires_grad_(False))

@@ -336,7 +336,8 @@ def _added(sums: list[Tensor | None] | None, gradients: list[Tensor | None]) -> 
     """Adds gradients to sums in fp32, which the caller rounds after the last tile."""
     if sums is None:
         return [None if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in gradients]
-    return [None if g is None else s.add_(g) for s, g in zip(sums, gradients, strict=True)]
+    add = torch.add if torch.is_grad_enabled() else Tensor.add_  # create_graph=True: some are views of one product
+    return [None if g is None else add(s, g) for s, g in zip(sums, gradients, strict=True)]
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
