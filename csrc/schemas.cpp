@@ -127,6 +127,10 @@ STABLE_TORCH_LIBRARY(liger_ext, m) {
   m.def(
       "dequantize_4bit(Tensor packed, Tensor absmax, Tensor? absmax_code, Tensor? absmax_scales, Tensor? absmax_offset, int numel,"
       " int code, int blocksize, int absmax_blocksize, ScalarType dtype) -> Tensor");
+  // Decodes to `out`, a matrix whose rows may have a stride.
+  m.def(
+      "dequantize_4bit_to_(Tensor(a!) out, Tensor packed, Tensor absmax, Tensor? absmax_code, Tensor? absmax_scales,"
+      " Tensor? absmax_offset, int code, int blocksize, int absmax_blocksize) -> ()");
 
   // first_row: the number of x's first row in the matrix of which x is a tile (kernels/seeded_dropout.h).
   m.def("seeded_dropout(Tensor x, Tensor seed, int stream, int first_row, float p) -> Tensor");

@@ -15,20 +15,31 @@ LIGER_INLINE float scale(const Dequantize4bit& a, int64_t block) {
   return rounded(code * a.absmax_scales[block >> a.absmax_shift()]) + *a.absmax_offset;
 }
 
+// Copies the values i to i + count - 1, whose block has this table.
+template <class T> LIGER_INLINE void copy_values(T* out, const T (&table)[16], const uint8_t* packed, int64_t i, int64_t count) {
+  if (i % 2 && count > 0) {
+    *out++ = table[packed[i / 2] & 15];
+    ++i, --count;
+  }
+  packed += i / 2;
+  for (int64_t k = 0; k < count / 2; ++k) {
+    out[2 * k] = table[packed[k] >> 4];
+    out[2 * k + 1] = table[packed[k] & 15];
+  }
+  if (count % 2) out[count - 1] = table[packed[count / 2] >> 4];
+}
+
 template <class T> [[gnu::flatten]] void decode_blocks(const Dequantize4bit& a, int64_t begin, int64_t end) {
   const float* const codes = a.codes().values;
   for (int64_t block = begin; block < end; ++block) {
     T table[16];
     const float factor = scale(a, block);
     for (int i = 0; i < 16; i += lanes<float>) store<float>(table + i, Whole{}, load<float>(codes + i, Whole{}) * factor);
-    const int64_t first = block * a.blocksize, count = std::min(a.blocksize, a.numel - first);
-    const uint8_t* const packed = a.packed + first / 2;
-    T* const out = static_cast<T*>(a.out.data) + first;
-    for (int64_t i = 0; i < count / 2; ++i) {
-      out[2 * i] = table[packed[i] >> 4];
-      out[2 * i + 1] = table[packed[i] & 15];
+    for (int64_t i = block * a.blocksize, last = std::min(i + a.blocksize, a.numel()); i < last;) {
+      const int64_t row = i / a.cols, col = i % a.cols, count = std::min(last - i, a.cols - col);
+      copy_values(static_cast<T*>(a.out.data) + row * a.out.stride + col, table, a.packed, i, count);
+      i += count;
     }
-    if (count % 2) out[count - 1] = table[packed[count / 2] >> 4];
   }
 }
 

@@ -5,8 +5,8 @@
 namespace liger::cpu {
 
 void dequantize_4bit(const Dequantize4bit& a, Stream) {
-  parallel_items(a, a.blocks(), a.blocksize,
-                 {MappedOutput(MutableRows{a.out.data, a.blocksize, a.out.dtype}, a.numel / a.blocksize, a.blocksize)});
+  const MutableRows blocks{a.out.data, a.blocksize, a.out.dtype};
+  parallel_items(a, a.blocks(), a.blocksize, {MappedOutput(blocks, a.rows > 1 ? 0 : a.cols / a.blocksize, a.blocksize)});
 }
 
 }  // namespace liger::cpu

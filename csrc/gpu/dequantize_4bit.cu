@@ -29,12 +29,13 @@ template <class T, int VEC> struct Dequantize4bitKernel {
     if (thread_id() < 16) codes[thread_id()] = a.codes.values[thread_id()];
     const Tile<VEC, K> tile(a.tiles);
     const auto columns = tile.columns();
+    const int64_t first = tile.row * a.op.cols;  // the number of the row's first value
     Vec<uint8_t, VEC == 1 ? 1 : VEC / 2> packed[K];
     float scales[K];
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       if (!columns.has(k)) continue;
-      const int64_t at = columns.first + k * columns.step;
+      const int64_t at = first + columns.first + k * columns.step;
       load(packed[k], a.op.packed + at / 2);
       scales[k] = scale(a, at >> a.shift);
     }
@@ -43,23 +44,22 @@ template <class T, int VEC> struct Dequantize4bitKernel {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       if (!columns.has(k)) continue;
-      const int odd = VEC == 1 ? int(columns.first + k * columns.step) & 1 : 0;
+      const int odd = VEC == 1 ? int(first + columns.first + k * columns.step) & 1 : 0;
       float values[VEC];
 #pragma unroll
       for (int i = 0; i < VEC; ++i) values[i] = rounded_product(codes[packed[k][i / 2] >> (4 - 4 * ((i | odd) & 1)) & 15], scales[k]);
       out[k].set(values);
     }
-    columns.template store<Hint::stream>(out, a.op.out.data);
+    columns.store(out, a.op.out.data, tile.row * a.op.out.stride);  // no hint: a matmul reads the weight next
   }
 };
 
 }  // namespace
 
 void dequantize_4bit(const Dequantize4bit& a, Stream stream) {
-  const int wide = int(16 / dtype_bytes(a.out.dtype));
-  const bool aligned =
-      a.numel % wide == 0 && reinterpret_cast<uintptr_t>(a.packed) % 4 == 0 && reinterpret_cast<uintptr_t>(a.out.data) % 16 == 0;
-  const launch::Launch config = launch::dequantize_4bit(device_profile(stream.device), a.numel, aligned ? wide : 1);
+  const bool are_aligned = aligned(a.out, a.cols) && reinterpret_cast<uintptr_t>(a.packed) % 4 == 0;
+  const int vec = are_aligned ? int(16 / dtype_bytes(a.out.dtype)) : 1;
+  const launch::Launch config = launch::dequantize_4bit(device_profile(stream.device), a.rows, a.cols, vec);
   dispatch(a.out.dtype, [&](auto tag) {
     using T = decltype(tag);
     with_instance<launch::dequantize_4bit_kernel, fits<T>>(config, [&]<Instance I>() {

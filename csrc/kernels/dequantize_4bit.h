@@ -22,16 +22,17 @@ inline constexpr Codes4bit codes_4bit[] = {
       -0.25f}}};
 
 struct Dequantize4bit {
-  int64_t numel;
+  int64_t rows, cols;  // value i is in row i / cols
   const uint8_t* packed;  // (numel + 1) / 2 bytes
   const void* absmax;     // one for each block: fp32, or uint8 if absmax_code is not null
   const float *absmax_code, *absmax_scales, *absmax_offset;
   Code4bit code;
   int64_t blocksize, absmax_blocksize;  // powers of two
-  MutableVector out;
+  MutableRows out;        // a matrix without gaps between its rows is passed as one row
 
+  int64_t numel() const { return rows * cols; }
   const Codes4bit& codes() const { return codes_4bit[static_cast<int>(code)]; }
-  int64_t blocks() const { return (numel + blocksize - 1) / blocksize; }
+  int64_t blocks() const { return (numel() + blocksize - 1) / blocksize; }
   int shift() const { return std::bit_width(static_cast<uint64_t>(blocksize)) - 1; }
   int absmax_shift() const { return std::bit_width(static_cast<uint64_t>(absmax_blocksize)) - 1; }
 };

@@ -5,8 +5,8 @@
 
 namespace liger::launch {
 
-Launch dequantize_4bit(const DeviceProfile& device, int64_t numel, int vec) {
-  Launch launch = row_tiles(device, dequantize_4bit_kernel, {1, numel, vec, dequantize_4bit_k});
+Launch dequantize_4bit(const DeviceProfile& device, int64_t rows, int64_t cols, int vec) {
+  Launch launch = row_tiles(device, dequantize_4bit_kernel, {rows, cols, vec, dequantize_4bit_k});
   launch.plan.smem = 16 * int(sizeof(float));  // the codes
   return launch;
 }
@@ -16,7 +16,7 @@ namespace {
 
 Launches decoding(const DeviceProfile& device, const Call& call) {
   if (empty(call)) return {};
-  return {dequantize_4bit(device, call.rows * call.cols, row_vec(call))};
+  return {dequantize_4bit(device, 1, call.rows * call.cols, row_vec(call))};
 }
 
 const Planned planned{"dequantize_4bit", decoding, {&dequantize_4bit_kernel}};

@@ -10,6 +10,6 @@ inline constexpr Kernel dequantize_4bit_kernel("Dequantize4bitKernel", Instance{
                                                Instance{independent_threads, wide});
 
 // vec: elements of the output per store.
-Launch dequantize_4bit(const DeviceProfile&, int64_t numel, int vec);
+Launch dequantize_4bit(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
 
 }  // namespace liger::launch

@@ -197,16 +197,14 @@ def _register_autograd(
             {"forward": staticmethod(forward), "backward": staticmethod(run_backward)},
         )
 
-    Function = function(run_forward)
-    # Function.apply handles torch.func transforms, which call() has excluded, and then calls this function.
-    apply = super(torch.autograd.Function, function(run_private_forward)).apply
+    Function, PrivateFunction = function(run_forward), function(run_private_forward)
 
     def kernel(keyset, *args):
         if forward_ad._current_level >= 0:
             _refuse_forward_mode(name, args)
         if torch.is_grad_enabled() and any_requires_grad(*args):
             check_learned(args)
-            return applied(Function.apply, *args)
+            return applied(Function, *args)
         with below_autograd():
             return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
@@ -227,7 +225,7 @@ def _register_autograd(
 
     def run(records, args):
         if records:
-            return applied(apply, *args)
+            return applied(PrivateFunction, *args)
         try:
             with below_autograd():
                 return op(*args)
@@ -239,11 +237,12 @@ def _register_autograd(
     return call
 
 
-def applied(apply: Callable, *args):
-    """Returns ``apply(*args)`` of an autograd.Function. Autograd cannot save tensors that were created under
-    inference_mode: copies replace them."""
+def applied(function: type[torch.autograd.Function], *args):
+    """Returns ``function.apply(*args)``, without its handling of torch.func transforms, which the caller has excluded.
+    Autograd cannot save tensors that were created under inference_mode: copies replace them."""
     if torch.compiler.is_compiling():
-        return apply(*args)
+        return function.apply(*args)
+    apply = super(torch.autograd.Function, function).apply
     try:
         return apply(*args)
     except RuntimeError:

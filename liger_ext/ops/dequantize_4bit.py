@@ -84,11 +84,11 @@ def dequantize_4bit(
     if (found := packed.numel() * packed.itemsize) != (numel + 1) // 2:
         raise ValueError(f"{_OP}: packed has {found} bytes, expected {(numel + 1) // 2} for shape {tuple(shape)}")
     weight = torch.ops.liger_ext.dequantize_4bit(
-        packed.reshape(-1).view(torch.uint8),
+        packed.view(torch.uint8) if packed.dim() else packed.view(1).view(torch.uint8),
         absmax,
         absmax_code,
         absmax_scales,
-        None if absmax_offset is None else absmax_offset.reshape(-1),
+        absmax_offset,
         numel,
         code,
         blocksize,
@@ -103,3 +103,4 @@ def _fake(packed, absmax, absmax_code, absmax_scales, absmax_offset, numel, code
 
 
 register_without_derivative("dequantize_4bit", _fake)
+register_without_derivative("dequantize_4bit_to_", lambda *_: None)

@@ -36,6 +36,6 @@ def _add_(total: Tensor, x: Tensor, *arguments) -> None:
 
 
 register_without_derivative(
-    "seeded_dropout", lambda x, *_: x.new_empty(x.shape), lambda *args: applied(_SeededDropout.apply, *args)
+    "seeded_dropout", lambda x, *_: x.new_empty(x.shape), lambda *args: applied(_SeededDropout, *args)
 )
 register_without_derivative("seeded_dropout_add_", lambda *_: None, _add_)

@@ -4,6 +4,8 @@
 
 namespace liger::python {
 
-const OpBindings dequantize_4bit_bindings([](py::module_&, py::module_& checks) { checks.def("dequantize_4bit", check_dequantize_4bit); });
+const OpBindings dequantize_4bit_bindings([](py::module_&, py::module_& checks) {
+  checks.def("dequantize_4bit", check_dequantize_4bit).def("dequantize_4bit_to_", check_dequantize_4bit_to);
+});
 
 }  // namespace liger::python

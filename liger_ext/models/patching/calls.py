@@ -26,7 +26,7 @@ def is_exported() -> bool:
 def exports_onnx() -> bool:
     """Returns whether torch.onnx exports the model. ONNX has no operators for our ops, so a patch then runs the code of
     the class that it replaces: no call counts as known (`_is_known`), and no tensor as plain (`is_plain_tensor`)."""
-    return (is_exported() or torch.jit.is_tracing()) and torch.onnx.is_in_onnx_export()
+    return (torch._C._is_tracing() or is_exported()) and torch.onnx.is_in_onnx_export()
 
 
 def only_forward_runs(module: nn.Module) -> bool:
@@ -35,7 +35,10 @@ def only_forward_runs(module: nn.Module) -> bool:
 
     Only then may a fused op do the module's work without calling it.
     """
-    return not (any(module_hooks(module)) or _has_any_global_hook() or _is_compiled(module)) and _is_known(module, _ALL)
+    own = module.__dict__  # this runs for each module in each step, so it makes few calls
+    if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+        return False
+    return not (_has_any_global_hook() or _is_compiled(module)) and _is_known(module, _ALL)
 
 
 def is_called_bare(module: nn.Module) -> bool:

@@ -37,6 +37,7 @@ def graph_op(arguments: str) -> Callable:
 
     def decorate(function: Callable) -> Callable:
         @without_autocast
+        @torch.no_grad()
         def run(*args):
             results = function(*args)
             some = next(t for t in results if t is not None)

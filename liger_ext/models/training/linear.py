@@ -48,25 +48,40 @@ class Parts(NamedTuple):
     constants: tuple[float, ...]
 
 
-def fused_parts(layer: nn.Module, x: Tensor) -> Parts | None:
+class Input(NamedTuple):
+    """The properties of a node's input that decide which layers the node runs."""
+
+    dtype: torch.dtype
+    device: torch.device
+    casts: bool  # whether autocast is enabled
+    matmul_dtype: torch.dtype
+
+
+def input_of(x: Tensor) -> Input:
+    kind = x.device.type
+    casts = torch.is_autocast_enabled(kind)
+    return Input(x.dtype, x.device, casts, torch.get_autocast_dtype(kind) if casts else x.dtype)
+
+
+def fused_parts(layer: nn.Module, x: Input) -> Parts | None:
     """Returns the parts of a linear layer, plain, with a 4-bit weight, or with LoRA, whose parameters have the dtype
-    and device of `x` (under autocast, any dtype but float64). None for any other layer."""
+    and device of the input (under autocast, any dtype but float64). None for any other layer."""
     parts = _parts(layer, x)
     if parts is None:
         return None
-    casts = torch.is_autocast_enabled(x.device.type)
     for index, t in enumerate(parts.parameters):
         if t is None:
             continue
         if not (is_plain_tensor(t) or (index == 0 and parts.constants[1] < 0)) or t.device != x.device:
             return None
-        differs = torch.float64 in (x.dtype, t.dtype) if casts else t.dtype != x.dtype
+        dtype = t.dtype
+        differs = torch.float64 in (x.dtype, dtype) if x.casts else dtype != x.dtype
         if differs and not _is_statistic(index, parts.constants):
             return None
     return parts
 
 
-def added_parts(layer: nn.Module, x: Tensor) -> Parts | None:
+def added_parts(layer: nn.Module, x: Input) -> Parts | None:
     """Returns the parts of a LoRA layer without a weight: a node adds its adapters to the result of `base_layer`. They
     have one dtype: without autocast, the node computes in it, as PEFT does. None for any other layer."""
     if (type(layer).__module__, type(layer).__name__) not in _PEFTS or not only_forward_runs(layer):
@@ -78,10 +93,9 @@ def added_parts(layer: nn.Module, x: Tensor) -> Parts | None:
     dtypes = {t.dtype for t in tensors}
     if len(dtypes) != 1 or not all(is_plain_tensor(t) and t.device == x.device for t in tensors):
         return None
-    casts = torch.is_autocast_enabled(x.device.type)
-    if casts and x.dtype not in (matmul_dtype(x), torch.float32):
+    if x.casts and x.dtype not in (x.matmul_dtype, torch.float32):
         return None
-    if dtypes != {x.dtype} and not casts and not getattr(layer, "cast_input_dtype_enabled", True):
+    if dtypes != {x.dtype} and not x.casts and not getattr(layer, "cast_input_dtype_enabled", True):
         return None
     return parts if (torch.float64 in dtypes) == (x.dtype == torch.float64) else None
 
@@ -110,23 +124,19 @@ def _is_statistic(index: int, constants: Sequence[float]) -> bool:
     return 2 <= index < LAYER_PARAMETERS or (index == 0 and constants[1] != 0)
 
 
-def matmul_dtype(x: Tensor) -> torch.dtype:
-    return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-
-
 def flatten(x: Tensor, layers: Sequence[Parts]) -> tuple[torch.dtype, list[float], list[Tensor | None]]:
     """Returns the dtype of the matmuls, and the constants and the parameters of all layers. Under autocast, weights and
     biases are cast to its dtype; adapters are cast by the node, which rounds their gradients once. The seed is drawn
     here, once for each call: a checkpoint's second run draws it again."""
-    dtype = matmul_dtype(x)
-    if layers[0].parameters[0] is None and not torch.is_autocast_enabled(x.device.type):
+    _, _, casts, dtype = input_of(x)
+    if layers[0].parameters[0] is None and not casts:
         dtype = layers[0].parameters[LAYER_PARAMETERS].dtype
     constants, parameters = [], []
     for layer in layers:
         constants += layer.constants
-        for index, parameter in enumerate(layer.parameters):
-            casts = index < 2 and parameter is not None and not _is_statistic(index, layer.constants)
-            parameters.append(parameter.to(dtype) if casts else parameter)
+        weight, bias, *others = layer.parameters
+        keeps = weight is None or layer.constants[1]  # no weight, or not one that a matmul reads
+        parameters += [weight if keeps else weight.to(dtype), None if bias is None else bias.to(dtype), *others]
     drops = any(map(has_dropout, layers))
     return dtype, constants, [*parameters, torch.randint(2**62, (1,), device=x.device) if drops else None]
 
@@ -136,7 +146,7 @@ def has_dropout(parts: Parts) -> bool:
     return any(parts.constants[LAYER_CONSTANTS + 1 :: ADAPTER_CONSTANTS])
 
 
-def _parts(layer: nn.Module, x: Tensor) -> Parts | None:
+def _parts(layer: nn.Module, x: Input) -> Parts | None:
     """Returns a layer's parts; None if its call computes more."""
     if (type(layer).__module__, type(layer).__name__) not in _PEFTS:
         return _base_parts(layer, x)
@@ -169,12 +179,13 @@ def _adapter(layer: nn.Module, name: str) -> Parts | str:
     if type(dropout) not in (nn.Dropout, nn.Identity) or not only_forward_runs(dropout):
         return "with another dropout than torch's"
     rate = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
-    if a.weight.dtype != b.weight.dtype or (rate and dropout.inplace):
+    a_weight, b_weight = a.weight, b.weight
+    if a_weight.dtype != b_weight.dtype or (rate and dropout.inplace):
         return "with lora_A and lora_B of two dtypes, or dropout in place"
-    return Parts((a.weight, b.weight, b.bias), (float(scaling), float(rate)))
+    return Parts((a_weight, b_weight, b.bias), (float(scaling), float(rate)))
 
 
-def _base_parts(layer: nn.Module, x: Tensor) -> Parts | None:
+def _base_parts(layer: nn.Module, x: Input) -> Parts | None:
     """Returns the parts of a linear layer without an adapter; None if its call computes more."""
     if is_plain_linear(layer):
         return Parts((layer.weight, layer.bias, *(None,) * (LAYER_PARAMETERS - 2)), (0.0,) * LAYER_CONSTANTS)
@@ -183,29 +194,30 @@ def _base_parts(layer: nn.Module, x: Tensor) -> Parts | None:
         return Parts((layer.weight, layer.bias, None, None, None, None), (0.0, -1.0, 0.0, 0.0)) if runs else None
     if (type(layer).__module__, type(layer).__name__) != _BITSANDBYTES or not only_forward_runs(layer):
         return None
-    state = getattr(layer.weight, "quant_state", None) or layer.quant_state  # FSDP's gathered weight has none
+    weight, bias = layer.weight, layer.bias
+    state = getattr(weight, "quant_state", None) or layer.quant_state  # FSDP's gathered weight has none
     if state is None or getattr(state, "packing_format_for_cpu", False) or state.quant_type not in CODES_4BIT:
         return None
     if tuple(state.shape) != (layer.out_features, layer.in_features) or state.shape.numel() % 2:
         return None
     # The first call of a layer without a compute dtype sets it.
     computes_in = layer.compute_dtype if layer.compute_type_is_set or x.dtype == torch.float16 else x.dtype
-    if (computes_in or x.dtype) != matmul_dtype(x) or (layer.bias is not None and layer.bias.requires_grad):
+    if (computes_in or x.dtype) != x.matmul_dtype or (bias is not None and bias.requires_grad):
         return None
     statistics = [state.absmax, None, None, None]
     if state.nested:
         statistics[1:] = state.state2.code, state.state2.absmax, state.offset
-    bias = None if layer.bias is None else layer.bias.to(matmul_dtype(x))
+    bias = None if bias is None else bias.to(x.matmul_dtype)
     blocks = CODES_4BIT[state.quant_type], state.blocksize, state.state2.blocksize if state.nested else 256
-    return Parts((layer.weight.data, bias, *statistics), (*map(float, blocks), 0.0))
+    return Parts((weight.data, bias, *statistics), (*map(float, blocks), 0.0))
 
 
-def _decodes(weight: Tensor, x: Tensor) -> bool:
+def _decodes(weight: Tensor, x: Input) -> bool:
     """Returns whether this is a weight of torchao whose layer multiplies `x` by it, and computes no more. A graph of
     torch.compile passes no tensor subclass to an op."""
     options = _TORCHAO.get(type(weight).__name__) if type(weight).__module__.startswith("torchao.quant") else None
     if options is None or any(getattr(weight, name, None) is not None for name in options):
         return False
     # torchao's results have the dtype of `x`, also under autocast.
-    fits = weight.dim() == 2 and weight.dtype == x.dtype == matmul_dtype(x) and not weight.requires_grad
+    fits = weight.dim() == 2 and weight.dtype == x.dtype == x.matmul_dtype and not weight.requires_grad
     return fits and not torch.compiler.is_compiling()

@@ -35,7 +35,7 @@ from liger_ext.models.patching.calls import is_exported
 from liger_ext.models.patching.swap import is_plain_tensor
 from liger_ext.models.training.checkpoint import is_differentiated
 from liger_ext.models.training.graph_ops import graph_op, without_autocast
-from liger_ext.models.training.linear import Parts, added_parts, base_layer, flatten, fused_parts, has_dropout
+from liger_ext.models.training.linear import Parts, added_parts, base_layer, flatten, fused_parts, has_dropout, input_of
 from liger_ext.models.training.products import (
     Dropout,
     add_adapters,
@@ -73,7 +73,7 @@ def norm_linears(x: Tensor, norm: nn.Module, layers: list[Parts], memory: str) -
         memory: one of the levels above.
     """
     *layers, parameters = flatten(x, layers)
-    return applied(_NormLinears.apply, norm.liger_arguments()[1], layers, memory, x, norm.weight, *parameters)
+    return applied(_NormLinears, norm.liger_arguments()[1], layers, memory, x, norm.weight, *parameters)
 
 
 def norm_mlp(
@@ -90,7 +90,7 @@ def norm_mlp(
     """
     *layers, parameters = flatten(stream, mlp)
     eps = norm.liger_arguments()[1]
-    return applied(_NormMLP.apply, eps, layers, memory, is_read, attention, stream, norm.weight, *parameters)
+    return applied(_NormMLP, eps, layers, memory, is_read, attention, stream, norm.weight, *parameters)
 
 
 def adapted(layer: nn.Module, x: Tensor, training: bool) -> Tensor:
@@ -103,7 +103,7 @@ def adapted(layer: nn.Module, x: Tensor, training: bool) -> Tensor:
             return layer(x)
         base = adapted(base_layer(layer), x, training)
     *layers, parameters = flatten(x, linears)
-    return applied(_Adapted.apply, layers, base, x, *parameters)
+    return applied(_Adapted, layers, base, x, *parameters)
 
 
 _LAYERS = "ScalarType dtype, float[] constants, Tensor?[] parameters"  # from `linear.flatten`
@@ -113,16 +113,16 @@ _NORM_LAYERS = "float eps, " + _LAYERS  # the last arguments of each op with a n
 class _Adapted(torch.autograd.Function):
     @staticmethod
     def forward(ctx, layers, base, x, *parameters):
-        out, low = _adapted(x, base, *layers, parameters)
-        ctx.save_for_backward(x, _low(low), *_detached(parameters))
+        out, low, factors = _adapted(x, base, *layers, parameters)
+        ctx.save_for_backward(x, _some(low), _some(factors), *_detached(parameters))
         ctx.layers = layers
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        x, low, *parameters = ctx.saved_tensors
+        x, low, factors, *parameters = ctx.saved_tensors
         need_base, *needs = ctx.needs_input_grad[1:]
-        gradients = _adapted_backward(dout, x, low, needs, *ctx.layers, parameters)
+        gradients = _adapted_backward(dout, x, low, factors, needs, *ctx.layers, parameters)
         return (
             None,
             dout if need_base else None,
@@ -132,18 +132,18 @@ class _Adapted(torch.autograd.Function):
 
 @graph_op("Tensor x, Tensor? base, " + _LAYERS)
 def _adapted(x, base, dtype, constants, parameters):
-    layers, seed = unpack(dtype, constants, parameters)
+    layers, seed, factors = unpack(dtype, constants, parameters)
     if base is not None:
-        return add_adapters(base, x.to(dtype), *layers, Dropout(seed))
+        return *add_adapters(base, x.to(dtype), *layers, Dropout(seed)), factors
     (out,), low = linears(x.to(dtype), layers, Dropout(seed))
-    return out, low
+    return out, low, factors
 
 
-@graph_op("Tensor dout, Tensor x, Tensor? low, bool[] needs, " + _LAYERS)
+@graph_op("Tensor dout, Tensor x, Tensor? low, Tensor? factors, bool[] needs, " + _LAYERS)
 @without_autocast
-def _adapted_backward(dout, x, low, needs, dtype, constants, parameters):
+def _adapted_backward(dout, x, low, factors, needs, dtype, constants, parameters):
     need_x, *needs = needs
-    layers, seed = unpack(dtype, constants, parameters)
+    layers, seed, _ = unpack(dtype, constants, parameters, factors)
     dout, y = dout.to(dtype), x.to(dtype)
     return _linears_backward([dout], y, low, layers, needs, Dropout(seed), x if need_x else None)
 
@@ -151,37 +151,38 @@ def _adapted_backward(dout, x, low, needs, dtype, constants, parameters):
 class _NormLinears(torch.autograd.Function):
     @staticmethod
     def forward(ctx, eps, layers, memory, x, norm_weight, *parameters):
-        y, rstd, low, *outs = _norm_linears(x, norm_weight, memory == "fast", eps, *layers, parameters)
+        y, rstd, low, factors, *outs = _norm_linears(x, norm_weight, memory == "fast", eps, *layers, parameters)
         ctx.set_materialize_grads(False)
         weights = _detached((norm_weight, *parameters))
-        ctx.save_for_backward(x, rstd, y if memory == "fast" else None, _low(low), *weights)
+        ctx.save_for_backward(x, rstd, y if memory == "fast" else None, _some(low), _some(factors), *weights)
         ctx.eps, ctx.layers = eps, layers
         return x, *outs
 
     @staticmethod
     def backward(ctx, *douts):
-        x, rstd, y, low, norm_weight, *parameters = ctx.saved_tensors
+        x, rstd, y, low, factors, norm_weight, *parameters = ctx.saved_tensors
         needs = ctx.needs_input_grad[3:]
-        layers = *ctx.layers, parameters
-        gradients = _norm_linears_backward(douts, x, norm_weight, rstd, y, low, needs, ctx.eps, *layers)
+        saved, layers = (y, low, factors), (*ctx.layers, parameters)
+        gradients = _norm_linears_backward(douts, x, norm_weight, rstd, saved, needs, ctx.eps, *layers)
         return None, None, None, *(g if need else None for g, need in zip(gradients, needs, strict=True))
 
 
 @graph_op("Tensor x, Tensor norm_weight, bool keeps_y, " + _NORM_LAYERS)
 def _norm_linears(x, norm_weight, keeps_y, eps, dtype, constants, parameters):
-    layers, seed = unpack(dtype, constants, parameters)
+    layers, seed, factors = unpack(dtype, constants, parameters)
     y, rstd = _norm(x, norm_weight, eps, dtype)
     outs, low = linears(y, layers, Dropout(seed))
-    return y if keeps_y else None, rstd, low, *outs
+    return y if keeps_y else None, rstd, low, factors, *outs
 
 
-_NORM_TENSORS = "Tensor norm_weight, Tensor rstd, Tensor? y, Tensor? low, bool[] needs, "
+_NORM_BACKWARD = "Tensor norm_weight, Tensor rstd, Tensor?[] saved, bool[] needs, " + _NORM_LAYERS
 
 
-@graph_op("Tensor?[] douts, Tensor x, " + _NORM_TENSORS + _NORM_LAYERS)
+@graph_op("Tensor?[] douts, Tensor x, " + _NORM_BACKWARD)
 @without_autocast
-def _norm_linears_backward(douts, x, norm_weight, rstd, y, low, needs, eps, dtype, constants, parameters):
-    layers, seed = unpack(dtype, constants, parameters)
+def _norm_linears_backward(douts, x, norm_weight, rstd, saved, needs, eps, dtype, constants, parameters):
+    y, low, factors = saved
+    layers, seed, _ = unpack(dtype, constants, parameters, factors)
     dstream, *douts = douts
     need_x, need_norm, *needs = needs
     if y is None and reads_input(layers, needs, low is not None):
@@ -208,16 +209,16 @@ class _NormMLP(torch.autograd.Function):
     def forward(ctx, eps, layers, memory, is_read, attention, stream, norm_weight, *parameters):
         arguments = eps, *layers, parameters
         out, total, rstd, *saved = _norm_mlp(attention, stream, norm_weight, memory, is_read, *arguments)
-        *saved, low, low_h = _only(saved, _SAVED[memory])
+        *saved, low, low_h, factors = _only(saved, _SAVED[memory])
         weights = _detached((norm_weight, *parameters))
-        ctx.save_for_backward(total, rstd, *saved, _low(low), _low(low_h), *weights)
+        ctx.save_for_backward(total, rstd, *saved, _some(low), _some(low_h), _some(factors), *weights)
         ctx.eps, ctx.layers, ctx.dtypes = eps, layers, (attention.dtype, stream.dtype)
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        total, rstd, y, gate, up, h, low, low_h, norm_weight, *parameters = ctx.saved_tensors
-        saved = y, gate, up, h, low, low_h
+        total, rstd, y, gate, up, h, low, low_h, factors, norm_weight, *parameters = ctx.saved_tensors
+        saved = y, gate, up, h, low, low_h, factors
         need_attention, need_stream, *needs = ctx.needs_input_grad[4:]
         needs = [need_attention or need_stream, *needs]
         arguments = ctx.eps, *ctx.layers, parameters
@@ -228,14 +229,18 @@ class _NormMLP(torch.autograd.Function):
         return None, None, None, None, dattention, dstream, *others
 
 
-# The tensors that are saved for the backward at each level, of: the norm's output, gate, up, h, and the low-rank
-# products of the adapters of gate and up, and of down.
-_SAVED = {"fast": (True,) * 6, "auto": (False, True, True, False, True, True), "low": (False,) * 6}
+# The tensors that are saved for the backward at each level, of: the norm's output, gate, up, h, the low-rank products
+# of the adapters of gate and up, and of down, and the factors of `unpack`.
+_SAVED = {
+    "fast": (True,) * 7,
+    "auto": (False, True, True, False, True, True, True),
+    "low": (False,) * 6 + (True,),
+}
 
 
-def _low(t: Tensor | None) -> Tensor | None:
-    """Returns low-rank products to be saved. None without adapters, for which a graph's op returns an empty tensor."""
-    return None if t is None or t.dim() < 2 else t
+def _some(t: Tensor | None) -> Tensor | None:
+    """Returns a tensor to be saved; None for the empty tensor that a graph's op returns in place of None."""
+    return None if t is None or not t.shape[0] else t
 
 
 def _only(tensors, keeps):
@@ -246,18 +251,18 @@ def _only(tensors, keeps):
 def _norm_mlp(attention, stream, norm_weight, memory, is_read, eps, dtype, constants, parameters):
     y, total, rstd = _add_rms_norm(attention, stream, norm_weight, eps, *_NORM)
     if not is_read:
-        return total.new_empty(()).expand(total.shape), total, rstd, *(None,) * 6
-    layers, seed = unpack(dtype, constants, parameters)
-    y, keeps = y.to(dtype), _SAVED[memory]
+        return total.new_empty(()).expand(total.shape), total, rstd, *(None,) * 7
+    layers, seed, factors = unpack(dtype, constants, parameters)
+    y, keeps = y.to(dtype), _SAVED[memory][:-1]
     tiles = _tiles(total) if memory == "low" else []
     if not tiles:
         out, *saved = _mlp(y, total, keeps, layers, Dropout(seed))
-        return out, total, rstd, *saved
+        return out, total, rstd, *saved, factors
     out = torch.empty_like(total)
     for tile in tiles:
         dropout = Dropout(seed, tile.start)
         rows(out)[tile], *saved = _mlp(rows(y)[tile], rows(total)[tile], keeps, layers, dropout)
-    return out, total, rstd, *saved
+    return out, total, rstd, *saved, factors
 
 
 def _mlp(y, total, keeps, layers, dropout):
@@ -270,12 +275,13 @@ def _mlp(y, total, keeps, layers, dropout):
     return out + total, *saved
 
 
-@graph_op("Tensor dout, Tensor total, Tensor norm_weight, Tensor rstd, Tensor?[] saved, bool[] needs, " + _NORM_LAYERS)
+@graph_op("Tensor dout, Tensor total, " + _NORM_BACKWARD)
 @without_autocast
 def _norm_mlp_backward(dout, total, norm_weight, rstd, saved, needs, eps, dtype, constants, parameters):
     need_total, need_norm, *needs = needs
     need_dy = need_total or need_norm
-    layers, seed = unpack(dtype, constants, parameters)
+    *saved, factors = saved
+    layers, seed, _ = unpack(dtype, constants, parameters, factors)
     arguments = norm_weight, need_dy, needs, eps, dtype, layers
     tiles = _tiles(total) if saved[1] is None else []
     if not tiles:
@@ -322,7 +328,7 @@ def _mlp_backward(dout, total, saved, norm_weight, need_dy, needs, eps, dtype, l
 
 # The rows of the MLP's intermediate tensors that exist at a time if the backward recomputes them: enough to keep a
 # GPU's matrix units busy, and little memory beside one layer's attention over a very long sequence.
-TILE = 8192
+TILE = 16384
 
 
 def _tiles(x: Tensor) -> list[slice]:
@@ -361,9 +367,9 @@ def fused_linears(
         return None
     if any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()):
         return None  # the mode may replace F.linear, and with it the derivative
-    found = []
+    found, properties = [], input_of(x)
     for layer in layers:
-        parts = read(layer, x)
+        parts = read(layer, properties)
         if parts is None:
             return None
         found.append(parts)

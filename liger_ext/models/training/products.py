@@ -79,22 +79,42 @@ class Layer(NamedTuple):
 
 
 def unpack(
-    dtype: torch.dtype, constants: Sequence[float], parameters: Sequence[Tensor | None]
-) -> tuple[list[Layer], Tensor | None]:
-    """Returns a node's layers, and the seed of its dropout, from the lists of `linear.flatten`. Adapters are cast to
-    `dtype`."""
-    layers, numbers, at, stream = [], iter(constants), 0, 0
+    dtype: torch.dtype, constants: Sequence[float], parameters: Sequence[Tensor | None], factors: Tensor | None = None
+) -> tuple[list[Layer], Tensor | None, Tensor | None]:
+    """Returns a node's layers, the seed of its dropout, and its factors, from the lists of `linear.flatten`.
+
+    The factors are the matrices of all adapters, cast to `dtype`, in one tensor; None if they have this dtype. A
+    backward passes those of the forward."""
+    layers, found, numbers, at = [], [], iter(constants), 0
     while at < len(parameters) - 1:
         *blocks, count = (int(next(numbers)) for _ in range(LAYER_CONSTANTS))
         weight, bias, *statistics = parameters[at : at + LAYER_PARAMETERS]
         layers.append(Layer(weight, bias, statistics, tuple(blocks), [], at))
         at += LAYER_PARAMETERS
         for _ in range(count):
-            a, b, b_bias = parameters[at : at + ADAPTER_PARAMETERS]
-            options = next(numbers), next(numbers), a.dtype, at, stream
-            layers[-1].adapters.append(Adapter(a.to(dtype), b.to(dtype), b_bias, *options))
-            at, stream = at + ADAPTER_PARAMETERS, stream + 1
-    return layers, parameters[-1]
+            found.append((layers[-1], *parameters[at : at + ADAPTER_PARAMETERS], next(numbers), next(numbers), at))
+            at += ADAPTER_PARAMETERS
+    matrices = [matrix for _, a, b, *_ in found for matrix in (a, b)]
+    casts, factors = _cast(matrices, dtype, factors)
+    for stream, (layer, a, _, bias, scaling, rate, number) in enumerate(found):
+        cast_a, cast_b = casts[2 * stream : 2 * stream + 2]
+        layer.adapters.append(Adapter(cast_a, cast_b, bias, scaling, rate, a.dtype, number, stream))
+    return layers, parameters[-1], factors
+
+
+def _cast(
+    matrices: list[Tensor], dtype: torch.dtype, factors: Tensor | None
+) -> tuple[Sequence[Tensor], Tensor | None]:
+    """Returns matrices in `dtype`, and the tensor that contains them if they were cast, all by one kernel."""
+    if all(matrix.dtype == dtype for matrix in matrices):
+        return matrices, None
+    sizes, is_new = [matrix.numel() for matrix in matrices], factors is None
+    if is_new:
+        factors = matrices[0].new_empty(sum(sizes), dtype=dtype)
+    casts = [part.view(m.shape) for part, m in zip(factors.split_with_sizes(sizes), matrices, strict=True)]
+    if is_new:
+        torch._foreach_copy_(casts, matrices)
+    return casts, factors
 
 
 class Dropout(NamedTuple):
@@ -252,7 +272,7 @@ def parameter_gradients(
     plain = [a for a in trained if not a.dropout]
     if plain:
         joined = _product(_joined([low[a.stream] for a in plain], 1).t(), y, plain[0])
-        for adapter, part in zip(plain, joined.split([a.a.shape[0] for a in plain]), strict=True):
+        for adapter, part in zip(plain, joined.split_with_sizes([a.a.shape[0] for a in plain]), strict=True):
             gradients[adapter.at] = part
     for adapter in trained:
         if adapter.dropout:
@@ -277,7 +297,7 @@ def _adapters(layers: Iterable[Layer]) -> list[Adapter]:
 
 def _by_layer(low: Tensor | None, layers: Sequence[Layer]) -> list[list[Tensor]]:
     """Splits the low-rank products of all adapters by layer and adapter."""
-    parts = iter(() if low is None else low.split([a.a.shape[0] for a in _adapters(layers)], 1))
+    parts = iter(() if low is None else low.split_with_sizes([a.a.shape[0] for a in _adapters(layers)], 1))
     return [[part for _, part in zip(layer.adapters, parts, strict=False)] for layer in layers]
 
 
@@ -287,7 +307,8 @@ def _joined(tensors: list[Tensor], dim: int = 0) -> Tensor:
 
 def _scaled(t: Tensor, factor: Tensor, scaling: float) -> Tensor:
     """Returns ``scaling * (t @ factor)``, rounded once."""
-    return t @ factor if scaling == 1 else torch.addmm(t.new_zeros(()), t, factor, beta=0, alpha=scaling)
+    # With beta=0 torch does not read the summand.
+    return t @ factor if scaling == 1 else torch.addmm(t.new_empty(()), t, factor, beta=0, alpha=scaling)
 
 
 def _product(t: Tensor, factor: Tensor, adapter: Adapter) -> Tensor:
