@@ -229,3 +229,27 @@ def test_adapters_attached_after_the_patch_give_no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         peft.get_peft_model(model, peft.LoraConfig(use_dora=True, task_type="CAUSAL_LM", target_modules=["q_proj"]))
+
+
+class Subclass(nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize("base", [nn.Linear, Subclass])
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("rate, bias", [(0, False), (0, True), (0.5, True)])
+def test_gradcheck(base, trains, rate, bias):
+    torch.manual_seed(2)
+    config = peft.LoraConfig(r=2, target_modules=["0"], lora_dropout=rate, lora_bias=bias)
+    layer = peft.get_peft_model(nn.Sequential(base(6, 5)), config).base_model.model[0].double()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter.requires_grad_(trains and parameter.requires_grad))
+
+    def run(x, *_):
+        torch.manual_seed(0)
+        return adapted(layer, x, True)
+
+    x = torch.randn(3, 6, dtype=torch.double, requires_grad=True)
+    assert "_Adapted" in type(run(x).grad_fn).__name__
+    inputs = x, *(p for p in layer.parameters() if p.requires_grad)
+    assert torch.autograd.gradcheck(run, inputs)
