@@ -5,12 +5,22 @@ import contextlib
 import copy
 import importlib.util
 import os
+import warnings
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from distributed_wrappers import OURS, WRAPPERS, average_gradients, full_tensors, step_batches, weights
+from distributed_wrappers import (
+    ORDERS,
+    OURS,
+    WRAPPERS,
+    average_gradients,
+    full_tensors,
+    step_batches,
+    weights,
+    wrapped_units,
+)
 from llama_models import build, lora, ops, patched, tokens
 from processes import all_pairs_cases
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -187,3 +197,46 @@ def trl_head(world, wrapper, is_patched):
 
 if importlib.util.find_spec("trl"):
     CASES |= all_pairs_cases("trl_head", trl_head, dict(wrapper=tuple(WRAPPERS), is_patched=("stock", "patched")))
+
+
+def qlora(world, storage, units, order):
+    """4-bit layers with LoRA under FSDP2 train as an unsharded patched model does. FSDP2's gathered weights have no
+    `quant_state`; our op still decodes them."""
+    from test_four_bit_layers import _Decodings, adapted, four_bit
+
+    def trained(shards):
+        dtype = getattr(torch, storage)
+        model = four_bit(build(dtype=dtype, tie_word_embeddings=False), dtype, quant_type="nf4", quant_storage=dtype)
+        model = adapted(model, "Linear4bit").to(dtype).train()
+        if order == "patch, wrap" or not shards:
+            apply_liger_kernel_to_llama(model=model)
+        start = weights(model)
+        if shards:
+            for layer in model.get_base_model().model.layers:
+                for unit in wrapped_units(layer, units):
+                    fully_shard(unit)
+            fully_shard(model)
+        if order == "wrap, patch" and shards:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", UserWarning)  # the patch warns of adapters that PEFT's code runs
+                apply_liger_kernel_to_llama(model=model)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)
+        for (batch,) in step_batches(world):
+            optimizer.zero_grad()
+            with _Decodings() as decodings:
+                model(**batch).loss.backward()
+            if not shards:
+                average_gradients(model)
+            optimizer.step()
+        assert decodings.counts["liger_ext"] > 0 == decodings.counts["bitsandbytes"], decodings.counts
+        return {name: t - start[name] for name, t in weights(model).items() if "lora" in name}
+
+    expected, found = trained(False), trained(True)
+    for name, moved in expected.items():
+        error = (found[name] - moved).norm()
+        assert moved.norm() > 0 and error <= (0.1 if storage == "bfloat16" else 1e-4) * moved.norm(), (name, error)
+
+
+if importlib.util.find_spec("bitsandbytes"):
+    factors = dict(storage=("bfloat16", "float32"), units=("layers", "halves of layers"), order=ORDERS)
+    CASES |= all_pairs_cases("qlora", qlora, factors)

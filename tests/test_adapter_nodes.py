@@ -48,14 +48,14 @@ def adapters(model: nn.Module) -> dict[str, nn.Module]:
 
 
 @contextmanager
-def recorded_calls(model: nn.Module) -> Iterator[list[str]]:
-    """Records the names of the adapters that run PEFT's forward, by a profiler: a hook or a wrapped function would keep
-    the nodes from running."""
-    names, found = {id(module): name for name, module in adapters(model).items()}, []
-    codes = {type(module).forward.__code__ for module in adapters(model).values()}
+def recorded_calls(modules: dict[str, nn.Module]) -> Iterator[list[str]]:
+    """Records the names of the modules whose forward runs, by a profiler: a hook or a wrapped function would keep the
+    nodes from running."""
+    names, found = {id(module): name for name, module in modules.items()}, []
+    codes = {type(module).forward.__code__ for module in modules.values()}
 
     def profile(frame, event, _):
-        if event == "call" and frame.f_code in codes:
+        if event == "call" and frame.f_code in codes and id(frame.f_locals["self"]) in names:
             found.append(names[id(frame.f_locals["self"])])
 
     sys.setprofile(profile)
@@ -65,8 +65,8 @@ def recorded_calls(model: nn.Module) -> Iterator[list[str]]:
         sys.setprofile(None)
 
 
-def calls_in_step(model: nn.Module) -> set[str]:
-    with recorded_calls(model) as found:
+def calls_in_step(model: nn.Module, find: Callable[[nn.Module], dict] = adapters) -> set[str]:
+    with recorded_calls(find(model)) as found:
         step(model, make_batch(next(model.parameters()).device))
     return set(found)
 
@@ -118,7 +118,7 @@ def test_as_good_as_stock(family, memory, checkpoints):
 
 def test_without_gradients_pefts_forward_runs():
     model = patched(adapt(build("gemma2")))
-    with torch.no_grad(), recorded_calls(model) as found:
+    with torch.no_grad(), recorded_calls(adapters(model)) as found:
         model(**make_batch("cpu"))
     assert set(found) == set(adapters(model))
 

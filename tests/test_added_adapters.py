@@ -186,61 +186,41 @@ def test_compiled(device, case):
         assert distance(result, expected[name]) < 0.1, name
 
 
-# Options of the adapters, a change of each adapted layer, and the layers that a patch's warning names.
-WARNINGS = {
-    "plain": (dict(target_modules=ALL, lora_dropout=0.1, lora_bias=True), None, []),
-    "DoRA": (dict(target_modules=ALL, use_dora=True), None, ["14 with DoRA or another variant of LoRA"]),
-    "hooks": (
-        dict(target_modules=["v_proj"]),
-        lambda layer: layer.lora_A.default.register_forward_hook(lambda *_: None),
-        ["2 with hooks or replaced functions of lora_A or lora_B"],
-    ),
-    "hooks of the layer": (
-        dict(target_modules=["v_proj"]),
-        lambda layer: layer.register_forward_hook(lambda *_: None),
-        ["2 with hooks or replaced functions (base_model.model.model.layers.0.self_attn.v_proj, ...)"],
-    ),
-    "hooks of the base": (
-        dict(target_modules=["v_proj"]),
-        lambda layer: layer.base_layer.register_forward_hook(lambda *_: None),
-        [],
-    ),
-    "bias of A": (
-        dict(target_modules=["v_proj"]),
-        lambda layer: layer.lora_A.default.register_parameter("bias", nn.Parameter(torch.zeros(8))),
-        ["2 with a bias of lora_A"],
-    ),
-    "parameters": (
-        dict(target_modules=[], target_parameters=["mlp.up_proj.weight"]),
-        None,
-        ["2 of class peft.tuners.lora.layer.ParamWrapper (base_model.model.model.layers.0.mlp.up_proj, ...)"],
-    ),
-    "head, embedding": (
-        dict(target_modules=["lm_head", "embed_tokens", "q_proj"]),
-        None,
-        ["1 of class peft.tuners.lora.layer.Embedding", "1 outside of the patched layers (base_model.model.lm_head)"],
-    ),
+# Changes of adapted layers.
+HOOKS = {
+    "hook of A": lambda layer: layer.lora_A.default.register_forward_hook(lambda *_: None),
+    "hook": lambda layer: layer.register_forward_hook(lambda *_: None),
+    "hook of the base": lambda layer: layer.base_layer.register_forward_hook(lambda *_: None),
+    "bias of A": lambda layer: layer.lora_A.default.register_parameter("bias", nn.Parameter(torch.zeros(8))),
 }
+LORA, LAYERS = "peft.tuners.lora.layer", "base_model.model.model.layers.0"
+# The layers with adapters, other options, a change, and the reasons that a patch names, each with the number of layers.
+WARNINGS = [
+    (ALL, dict(lora_dropout=0.1, lora_bias=True), None, {}),
+    (["v_proj"], {}, "hook of the base", {}),
+    (ALL, dict(use_dora=True), None, {"with DoRA or another variant of LoRA": 14}),
+    (["v_proj"], {}, "hook of A", {"with hooks or replaced functions of lora_A or lora_B": 2}),
+    (["v_proj"], {}, "hook", {f"with hooks or replaced functions ({LAYERS}.self_attn.v_proj, ...)": 2}),
+    (["v_proj"], {}, "bias of A", {"with a bias of lora_A": 2}),
+    ([], dict(target_parameters=["mlp.up_proj.weight"]), None, {f"of class {LORA}.ParamWrapper ({LAYERS}.mlp.up": 2}),
+    (["q_proj", "embed_tokens"], {}, None, {f"of class {LORA}.Embedding (base_model.model.model.embed_tokens)": 1}),
+    (["q_proj", "lm_head"], {}, None, {"outside of the patched layers (base_model.model.lm_head)": 1}),
+]
 
 
-@pytest.mark.parametrize("name", WARNINGS)
-def test_a_patch_warns_once_of_layers_that_run_pefts_code(name):
-    options, change, expected = WARNINGS[name]
-    torch.manual_seed(5)
-    model = peft.get_peft_model(
-        build(tie_word_embeddings=False), peft.LoraConfig(r=8, task_type="CAUSAL_LM", **options)
-    )
+@pytest.mark.parametrize("targets, options, change, expected", WARNINGS)
+def test_a_patch_warns_once_of_layers_that_run_pefts_code(targets, options, change, expected):
+    config = peft.LoraConfig(r=8, task_type="CAUSAL_LM", target_modules=list(targets), **options)
+    model = peft.get_peft_model(build(tie_word_embeddings=False), config).train()
     for layer in adapters(model).values() if change else ():
-        change(layer)
+        HOOKS[change](layer)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         apply_liger_kernel_to_llama(model=model)
-    found = [str(warning.message) for warning in caught if "adapted layers" in str(warning.message)]
+    found = [str(warning.message) for warning in caught if warning.filename == __file__]
     assert len(found) == bool(expected)
-    assert all(part in found[0] for part in expected) and all(w.filename == __file__ for w in caught)
-    if change or name == "DoRA" or not expected:  # the warning is right
-        ran = calls_in_step(model.train())
-        assert len(ran) == sum(int(part.partition(" ")[0]) for part in expected), ran
+    assert all(f": {count} {reason}" in found[0] for reason, count in expected.items())
+    assert len(calls_in_step(model)) == sum(expected.values())  # the warning is right
 
 
 def test_adapters_attached_after_the_patch_give_no_warning():
@@ -249,3 +229,27 @@ def test_adapters_attached_after_the_patch_give_no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         peft.get_peft_model(model, peft.LoraConfig(use_dora=True, task_type="CAUSAL_LM", target_modules=["q_proj"]))
+
+
+class Subclass(nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize("base", [nn.Linear, Subclass])
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("rate, bias", [(0, False), (0, True), (0.5, True)])
+def test_gradcheck(base, trains, rate, bias):
+    torch.manual_seed(2)
+    config = peft.LoraConfig(r=2, target_modules=["0"], lora_dropout=rate, lora_bias=bias)
+    layer = peft.get_peft_model(nn.Sequential(base(6, 5)), config).base_model.model[0].double()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter.requires_grad_(trains and parameter.requires_grad))
+
+    def run(x, *_):
+        torch.manual_seed(0)
+        return adapted(layer, x, True)
+
+    x = torch.randn(3, 6, dtype=torch.double, requires_grad=True)
+    assert "_Adapted" in type(run(x).grad_fn).__name__
+    inputs = x, *(p for p in layer.parameters() if p.requires_grad)
+    assert torch.autograd.gradcheck(run, inputs)

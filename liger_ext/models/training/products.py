@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from liger_ext.ops._checks import accumulator
+
 _dequantize_4bit = torch.ops.liger_ext.dequantize_4bit.default
 _seeded_dropout = torch.ops.liger_ext.seeded_dropout.default
 _seeded_dropout_add_ = torch.ops.liger_ext.seeded_dropout_add_.default
@@ -63,7 +65,7 @@ class Layer(NamedTuple):
 
     def total_bias(self) -> Tensor | None:
         """Returns the layer's bias, with those of its adapters, which were scaled."""
-        biases = [a.scaling * a.bias.float() for a in self.adapters if a.bias is not None]
+        biases = [a.scaling * a.bias.to(accumulator(a.bias.dtype)) for a in self.adapters if a.bias is not None]
         return sum(biases, 0 if self.bias is None else self.bias).to(self.adapters[0].b.dtype) if biases else self.bias
 
     def decoded(self, columns: int, dtype: torch.dtype) -> Tensor:
