@@ -23,7 +23,7 @@ ALL = list(itertools.chain(*NODES))
 CASES = {
     "dropout": (dict(r=8, lora_alpha=16, lora_dropout=0.25), None),
     "dropout, two adapters": (dict(r=8, lora_dropout=0.5), dict(r=3, lora_alpha=1, lora_dropout=0.1)),
-    "two adapters": (dict(r=8), dict(r=4, lora_alpha=12)),
+    "two adapters": (dict(r=8), dict(r=16, lora_alpha=12)),
     "one of two with dropout": (dict(r=4), dict(r=8, lora_dropout=0.3)),
     "biases": (dict(r=8, lora_bias=True, lora_alpha=24), None),
 }
@@ -148,7 +148,8 @@ def test_gradients_of_fp32_adapters_are_rounded_once(device):
     model, batch = patched(stock), make_batch(device)
     with torch.autocast(device.type, torch.bfloat16):
         found = step(model, batch)
-    gradients = [found[n] for n, p in model.named_parameters() if "lora" in n and p.requires_grad]
+    # PEFT 0.18 creates the second adapter in bf16.
+    gradients = [found[n] for n, p in model.named_parameters() if "default" in n and p.requires_grad]
     assert all(g.dtype == torch.float32 for g in gradients)
     assert any(not torch.equal(g, g.bfloat16().float()) for g in gradients)
 
