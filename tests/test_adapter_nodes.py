@@ -82,7 +82,9 @@ def test_no_adapter_runs_pefts_forward(family, order):
 
 
 def make_dora(layer: Linear) -> None:
-    layer.update_layer("other", r=2, lora_alpha=2, config=peft.LoraConfig(use_dora=True))
+    options = dict(lora_dropout=0.0, init_lora_weights=True, use_rslora=False, use_dora=True)
+    config = peft.LoraConfig(**options)  # PEFT 0.18 reads the options, later versions the config
+    layer.update_layer("other", r=2, lora_alpha=2, config=config, **options)
     layer.set_adapter("other")
 
 

@@ -11,9 +11,10 @@ from dropout_mask import mask, scale
 from llama_models import LEVELS, assert_as_good, build, checkpoint_layers, exact, make_batch, one_thread, step  # noqa: F401
 from test_adapter_nodes import calls_in_step
 from torch import nn
+from torch._subclasses import FakeTensor
 
 from liger_ext import apply_liger_kernel_to_llama
-from liger_ext.models.training import linear, nodes
+from liger_ext.models.training import linear, nodes, products
 
 peft = pytest.importorskip("peft")
 
@@ -23,7 +24,7 @@ ALL = list(itertools.chain(*NODES))
 CASES = {
     "dropout": (dict(r=8, lora_alpha=16, lora_dropout=0.25), None),
     "dropout, two adapters": (dict(r=8, lora_dropout=0.5), dict(r=3, lora_alpha=1, lora_dropout=0.1)),
-    "two adapters": (dict(r=8), dict(r=4, lora_alpha=12)),
+    "two adapters": (dict(r=8), dict(r=16, lora_alpha=12)),
     "one of two with dropout": (dict(r=4), dict(r=8, lora_dropout=0.3)),
     "biases": (dict(r=8, lora_bias=True, lora_alpha=24), None),
 }
@@ -148,20 +149,42 @@ def test_gradients_of_fp32_adapters_are_rounded_once(device):
     model, batch = patched(stock), make_batch(device)
     with torch.autocast(device.type, torch.bfloat16):
         found = step(model, batch)
-    gradients = [found[n] for n, p in model.named_parameters() if "lora" in n and p.requires_grad]
+    # PEFT 0.18 creates the second adapter in bf16.
+    gradients = [found[n] for n, p in model.named_parameters() if "default" in n and p.requires_grad]
     assert all(g.dtype == torch.float32 for g in gradients)
     assert any(not torch.equal(g, g.bfloat16().float()) for g in gradients)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["dropout", "two adapters"])
-def test_compiled(device, case):
-    model, batch = patched(adapted(case, torch.float32).to(device)), make_batch(device)
+@pytest.mark.parametrize(
+    "case, backend, checkpoints",
+    [
+        ("dropout", "aot_eager", False),
+        ("two adapters", "aot_eager", False),
+        ("dropout", "inductor", False),
+        ("dropout", "inductor", True),
+    ],
+)
+def test_compiled(device, monkeypatch, case, backend, checkpoints):
+    """Each call of a graph draws new seeds, which a checkpoint repeats. Inductor draws other numbers than torch."""
+    seeds, dropout = {}, products._seeded_dropout
+
+    def record(x, seed, *options):
+        if not isinstance(seed, FakeTensor):
+            seeds[int(seed)] = None
+        return dropout(x, seed, *options)
+
+    monkeypatch.setattr(products, "_seeded_dropout", record)
+    stock, batch = adapted(case, torch.float32).to(device), make_batch(device)
+    model = patched(stock)
+    if checkpoints:
+        checkpoint_layers(model, use_reentrant=False)
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager")
-    torch.manual_seed(1)
-    expected = step(model, batch)
-    torch.manual_seed(1)
-    found = step(model, batch, lambda _, **b: compiled(**b))
-    for name, result in found.items():
-        torch.testing.assert_close(result, expected[name], rtol=1e-3, atol=1e-5)
+    compiled = torch.compile(model, backend=backend)
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        found = step(model, batch, lambda _, **b: compiled(**b))
+    drawn = list(seeds)
+    assert len(drawn) == (12 if case == "dropout" else 0)
+    masked = with_masks(stock, drawn[6:])
+    assert_as_good(found, step(masked, batch), step(exact(masked), batch))

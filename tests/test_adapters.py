@@ -288,7 +288,6 @@ def test_two_adapters(device, first, second, order):
         with model.disable_adapter():
             inside.append(model(**batch).loss.detach())
     assert torch.allclose(inside[1], inside[0], rtol=1e-5)
-    torch.testing.assert_close(inside[1], build(device=device).train()(**batch).loss, rtol=1e-5, atol=0)
     assert_trains_as_stock(*models, batch)
     assert len({round(loss.item(), 3) for loss in (*losses, inside[1])}) == 3
 
