@@ -243,8 +243,8 @@ def test_operations_between_steps(tmp_path, name, base, order):
     assert messages == expected_messages
     if isinstance(expected, torch.Tensor):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    ours, theirs = model.state_dict(), stock.state_dict()
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    weights, ours = stock.state_dict(), model.state_dict()
+    assert weights.keys() == ours.keys() and all(torch.equal(weights[key], ours[key]) for key in ours)
     with recorded_calls(model) as calls:
         found = step(model, batch)
     assert bool(calls) == (name in RUN_PEFT)
