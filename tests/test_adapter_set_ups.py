@@ -107,185 +107,145 @@ def test_as_good_as_stock(device, drawn, monkeypatch, case):  # noqa: F811
     assert_as_good(found, run(stock, batch, precision), run(reference, batch, precision))
 
 
-CONFIG = dict(task_type="CAUSAL_LM", r=8, target_modules=["q_proj", "up_proj", "down_proj"])
+def loss(model: nn.Module, **options) -> torch.Tensor:
+    return model(**make_batch("cpu"), **options).loss.detach()
 
 
-def stirred(model: nn.Module) -> nn.Module:
-    generator = torch.Generator().manual_seed(8)
-    for name, parameter in sorted(model.named_parameters()):
-        if "lora_B.third" in name or "magnitude" in name:
-            parameter.data.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return model
-
-
-def added(model, **options):
-    torch.manual_seed(9)
-    model.add_adapter("third", peft.LoraConfig(**CONFIG, **options))
-    model.set_adapter("third")
-    return stirred(model)
-
-
-def results(model, **options):
-    output = model(**make_batch("cpu"), **options)
-    return [output.loss.detach()]
-
-
-def disabled(model, **_):
-    with model.disable_adapter():
-        return model, results(model)
-
-
-def in_rows(model, evaluates=True, **_):
-    with torch.no_grad():
-        return model.train(not evaluates), results(model, adapter_names=["default", "second", "__base__"])
-
-
-def merged(model, back=True, **_):
-    model.merge_adapter()
-    found = results(model)
-    if back:
-        model.unmerge_adapter()
-    return model, found
-
-
-def unloaded(model, method="merge_and_unload", **_):
-    model = getattr(model, method)()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(parameter.is_floating_point() and "proj" not in name)
-    return model, results(model)
-
-
-def loaded(model, folder, hot=False, **_):
-    model.save_pretrained(folder)
-    if hot:
-        peft.utils.hotswap.hotswap_adapter(model, folder / "second", "default")
-    else:
-        model.load_adapter(folder / "second", "third", is_trainable=True)
-        model.set_adapter("third")
-    return model, results(model)
-
-
-def reverted(model, handle, **_):
-    if handle is not None:
-        handle.revert()
-    return model, []
-
-
-def generated(model, **_):
-    ids = model.eval().generate(make_batch("cpu")["input_ids"], max_new_tokens=5, do_sample=False)
-    return model.train(), [ids]
-
-
-def scaled(model, **_):
-    with peft.helpers.rescale_adapter_scale(model, 0.5):
-        return model, results(model)
-
-
-def weighted(model, **_):
-    model.add_weighted_adapter(["default", "second"], [0.5, 1.5], "third", combination_type="linear")
-    model.set_adapter("third")
-    return model, results(model)
-
-
-def inferred(model, **_):
-    with torch.inference_mode():
-        return model.eval().train(), results(model)
-
-
-def then(change):
-    """Returns an operation that calls `change(model)`."""
+def inside(context):
+    """Returns an operation that computes the loss in `context(model)`."""
 
     def operation(model, **_):
-        found = change(model)
-        return found if isinstance(found, nn.Module) else model, []
+        with context(model):
+            return loss(model)
 
     return operation
 
 
-# Each changes a model with the adapters default (active) and second, and returns the model to train, and results.
+def then(change):
+    """Returns an operation that calls `change(model)`. A module that it returns replaces the model."""
+    return lambda model, **_: change(model)
+
+
+def added(model, **options):
+    torch.manual_seed(9)
+    model.add_adapter("third", peft.LoraConfig(r=8, target_modules=["q_proj", "up_proj", "down_proj"], **options))
+    model.set_adapter("third")
+    for name, parameter in sorted(model.named_parameters()):
+        if "lora_B.third" in name:
+            nn.init.normal_(parameter, std=0.1)
+
+
+def in_rows(model):
+    with torch.no_grad():
+        return loss(model, adapter_names=["default", "second", "__base__"])
+
+
+def merged(model):
+    model.merge_adapter()
+    found = loss(model)
+    model.unmerge_adapter()
+    return found
+
+
+def unloaded(model):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.is_floating_point() and "proj" not in name)
+    return model
+
+
+def loaded(model, folder, **_):
+    model.save_pretrained(folder)
+    model.load_adapter(folder / "second", "third", is_trainable=True)
+    model.set_adapter("third")
+
+
+def swapped(model, folder, **_):
+    model.save_pretrained(folder)
+    peft.utils.hotswap.hotswap_adapter(model, folder / "second", "default")
+
+
+def weighted(model):
+    model.add_weighted_adapter(["default", "second"], [0.5, 1.5], "third", combination_type="cat")
+    model.set_adapter("third")
+
+
+# Each changes a model with the adapters default (active) and second; a tensor that it returns is compared.
 OPERATIONS = {
-    "disable_adapter": disabled,
+    "disable_adapter": inside(lambda model: model.disable_adapter()),
     "disable_adapter_layers": then(lambda model: model.base_model.disable_adapter_layers()),
     "set_adapter": then(lambda model: model.set_adapter("second")),
-    "adapter_names": in_rows,
-    "adapter_names in training": lambda model, **_: in_rows(model, evaluates=False),
-    "merge, unmerge": merged,
-    "merge": lambda model, **_: merged(model, back=False),
+    "two active": then(lambda model: model.base_model.set_adapter(["default", "second"])),
+    "adapter_names": then(lambda model: in_rows(model.eval())),
+    "adapter_names in training": then(in_rows),  # PEFT raises
+    "merge, unmerge": then(merged),
+    "merge": then(lambda model: model.merge_adapter()),
     "merge both": then(lambda model: model.merge_adapter(["default", "second"])),
-    "merge_and_unload": unloaded,
-    "unload": lambda model, **_: unloaded(model, "unload"),
+    "merge, disable": then(lambda model: model.merge_adapter() or inside(lambda m: m.disable_adapter())(model)),
+    "merge_and_unload": then(lambda model: unloaded(model.merge_and_unload())),
+    "unload": then(lambda model: unloaded(model.unload())),
     "save and load": loaded,
-    "hotswap": lambda model, folder, **_: loaded(model, folder, hot=True),
-    "revert": reverted,
-    "generate": generated,
+    "hotswap": swapped,
+    "revert": lambda model, handle, **_: handle and handle.revert(),
+    "generate": then(lambda m: m.eval().generate(make_batch("cpu")["input_ids"], max_new_tokens=5, do_sample=False)),
     "deepcopy": then(copy.deepcopy),
     "pickle": then(lambda model: pickle.loads(pickle.dumps(model))),
     "add_adapter": then(added),
     "add DoRA": then(lambda model: added(model, use_dora=True)),
-    "add and delete": then(lambda model: added(model).delete_adapter("third")),
+    "add and delete": then(lambda model: added(model) or model.delete_adapter("third")),
     "delete_adapter": then(lambda model: model.delete_adapter("second")),
     "delete the active one": then(lambda model: model.delete_adapter("default")),
-    "two active": then(lambda model: model.base_model.set_adapter(["default", "second"])),
-    "eval": then(nn.Module.eval),
-    "eval, train": then(lambda model: model.eval().train()),
-    "rescale": scaled,
-    "add_weighted_adapter": weighted,
-    "inference_mode": inferred,
+    "add_weighted_adapter": then(weighted),
+    "rescale": inside(lambda model: peft.helpers.rescale_adapter_scale(model, 0.5)),
+    "eval": inside(lambda model: model.eval() and torch.no_grad()),
+    "inference_mode": inside(lambda model: torch.inference_mode()),
     "state_dict": then(lambda model: model.load_state_dict(model.state_dict()) and None),
     "checkpoints": then(lambda model: checkpoint_layers(model, False)),
     "frozen A": then(lambda model: [p.requires_grad_(False) for n, p in model.named_parameters() if "lora_A" in n]),
 }
-# After these, PEFT's own forward runs.
-RUN_PEFT = ("revert", "add DoRA")
+RUN_PEFT = ("revert", "add DoRA")  # after these, PEFT's own forward runs
 
 
 def outcome(operation, model, **options) -> tuple:
-    """Returns the model, the operation's results, its exception and its warnings."""
+    """Returns the model in training, the tensor or None, and the exception and the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        error = None
         try:
-            model, found = operation(model, **options)
+            found, error = operation(model, **options), None
         except Exception as raised:
-            error, found = (type(raised), str(raised)), []
-    return model.train(model.training), found, error, [(w.category, str(w.message)) for w in caught]
+            found, error = None, (type(raised), str(raised))
+    model = (found if isinstance(found, nn.Module) else model).train()
+    return model, found, error, [(w.category, str(w.message)) for w in caught]
 
 
 @pytest.mark.parametrize("order", ["patch, adapt", "adapt, patch"])
 @pytest.mark.parametrize("base", ["plain", "nf4"])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operations_between_steps(tmp_path, name, base, order):
-    handles = []
+    handles, batch = [], make_batch("cpu")
 
     def patch(model):
         handles.append(apply_liger_kernel_to_llama(model=model))
 
-    def nothing(model):
-        pass
-
     stock = make(base, "two adapters")
-    model = make(base, "two adapters", change=patch if order == "patch, adapt" else nothing)
+    model = make(base, "two adapters", change=patch if order == "patch, adapt" else lambda model: None)
     if order == "adapt, patch":
         patch(model)
-    batch = make_batch("cpu")
     for one in (stock, model):
         one.base_model.set_adapter("default")
         step(one, batch)
     with torch.no_grad():  # both take the stock model's step
-        for (_, theirs), (_, ours) in zip(stock.named_parameters(), model.named_parameters(), strict=True):
+        for theirs, ours in zip(stock.parameters(), model.parameters(), strict=True):
             if theirs.grad is not None:
                 theirs -= 0.1 * theirs.grad
                 ours.copy_(theirs)
-    options = [dict(folder=tmp_path / "stock", handle=None), dict(folder=tmp_path / "ours", handle=handles[0])]
-    (stock, *expected), (model, *found) = (
-        outcome(OPERATIONS[name], one, **o) for one, o in zip((stock, model), options, strict=True)
-    )
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
-    assert found[1:] == expected[1:]
-    ours, theirs = model.state_dict(), stock.state_dict()
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    stock, expected, *expected_messages = outcome(OPERATIONS[name], stock, folder=tmp_path / "stock", handle=None)
+    model, found, *messages = outcome(OPERATIONS[name], model, folder=tmp_path / "ours", handle=handles[0])
+    assert messages == expected_messages
+    if isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    weights, ours = stock.state_dict(), model.state_dict()
+    assert weights.keys() == ours.keys() and all(torch.equal(weights[key], ours[key]) for key in ours)
     with recorded_calls(model) as calls:
         found = step(model, batch)
     assert bool(calls) == (name in RUN_PEFT)
-    reference = exact(decoded(copy.deepcopy(stock)))
-    assert_as_good(found, step(stock, batch), step(reference, batch))
+    assert_as_good(found, step(stock, batch), step(exact(decoded(copy.deepcopy(stock))), batch))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from llama_models import VOCAB, build, make_batch, one_thread, ops, step  # noqa: F401
+from packaging.version import Version
 from test_adapters import TUNERS, adapt, assert_trains_as_stock, both, orders
 
 from liger_ext import apply_liger_kernel_to_llama
@@ -35,6 +36,8 @@ HEADS = {
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
 def test_heads_and_embeddings(device, options, tied, memory, order):
+    if tied and options == HEADS["tokens of both"] and Version(peft.__version__) < Version("0.19"):
+        pytest.skip("PEFT 0.18 raises an error")
     sizes = dict(tie_word_embeddings=tied)
     models = both(order, lambda m: adapt(m, "Lora", dict(r=4, **options)), device=device, sizes=sizes)
     assert_trains_as_stock(*models, make_batch(device, 6, 50), memory=memory)
