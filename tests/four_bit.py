@@ -22,6 +22,19 @@ def decode(packed: Tensor, absmax: Tensor, numel: int, blocksize: int, compresse
     return FP4[nibbles] * scales.repeat_interleave(blocksize)[:numel]
 
 
+def _into_rows(found: Tensor, expected: Tensor, rows: int, first: int, gap: int | None, arguments: tuple):
+    """Decodes to a matrix of these rows, between other columns that stay as they are. Returns all columns, twice."""
+    packed, absmax, options = arguments
+    cols = len(expected) // rows
+    whole = expected.new_full((rows, cols + (gap or 0)), 7)
+    mine = found.new_full(whole.shape, 7)
+    whole[:, first : first + cols] = expected.view(rows, cols)
+    statistics = [options.get(f"absmax_{name}") for name in ("code", "scales", "offset")]
+    blocks = 1, options["blocksize"], options.get("absmax_blocksize", 256)  # fp4
+    torch.ops.liger_ext.dequantize_4bit_to_(mine[:, first : first + cols], packed, absmax, *statistics, *blocks)
+    return mine, whole
+
+
 def cases(place: Callable[[Tensor], Tensor] = lambda t: t) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yields the name of a call, its result, and PyTorch's. The sizes have whole and cut vectors, a half byte at the
     end, cut blocks, and one value; packed values that begin at an odd address are read one by one."""
@@ -50,5 +63,13 @@ def cases(place: Callable[[Tensor], Tensor] = lambda t: t) -> Iterator[tuple[str
                 expected = decode(packed[first:], absmax, numel, blocksize, rest).to(dtype)
                 tensors = {name: place(t) if isinstance(t, Tensor) else t for name, t in rest.items()}
                 options = {"quant_type": "fp4", "blocksize": blocksize, "dtype": dtype, **tensors}
-                found = F.dequantize_4bit(place(packed)[first:], place(absmax), (numel,), **options)
-                yield f"{numel} values, blocks of {blocksize}, {dtype}, compressed {compressed}", found, expected
+                arguments = place(packed)[first:], place(absmax), options
+                found = F.dequantize_4bit(*arguments[:2], (numel,), **options)
+                name = f"{numel} values, blocks of {blocksize}, {dtype}, compressed {compressed}"
+                yield name, found, expected
+                for rows, first_column, stride in ((32, 0, None), (32, 8, 16), (3, 1, 5), (11, 0, 8)):
+                    if numel % rows == 0:
+                        yield (
+                            f"{name}, {rows} rows",
+                            *_into_rows(found, expected, rows, first_column, stride, arguments),
+                        )

@@ -133,6 +133,23 @@ def test_opcheck(device):
     )
 
 
+def test_decoding_to_a_matrix_checks_it(device):
+    packed, arguments = placed(device, *quantized((8, 96))[::2])
+    op, bf16 = torch.ops.liger_ext.dequantize_4bit_to_.default, torch.bfloat16
+    rest = packed, arguments["absmax"], None, None, None, 1, 64, 256
+    scratch = torch.zeros(8, 128, dtype=bf16, device=device)
+    torch.library.opcheck(op, (scratch[:, :96], *rest))
+    for out, message in (
+        (scratch.view(-1)[:768], r"out has shape \(768\), expected \(rows, columns\)"),
+        (scratch[:, :95], r"packed has shape \(384, 1\), expected \(380\)"),
+        (scratch[:, :96].double(), "dtype is torch.float64"),
+        (scratch.view(-1).as_strided((8, 96), (90, 1)), r"out has strides \(90, 1\)"),
+        (scratch.view(-1).as_strided((8, 96), (1, 8)), r"out has strides \(1, 8\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            op(out, *rest)
+
+
 def test_compiles(device):
     packed, arguments = placed(device, *quantized((8, 96), compress_statistics=True)[::2])
     decode = torch.compile(

@@ -297,12 +297,12 @@ def test_what_the_compiler_is_told(device):
     two = (weights[0], bias), (weights[1], None, a, b)
     last = 1e-6, *constants(None, 0.5, None), layers(*two, weights[2:])
     arguments = x, norm, True, *last
-    y, rstd, low, *outs = ops.norm_linears(*arguments)
+    y, rstd, low, _, *outs = ops.norm_linears(*arguments)
     torch.library.opcheck(ops.norm_linears, arguments, test_utils=checks)
     wanted = needs((True, True), (False, False, True, True), (True,))
     for douts in ([x, *outs], [None, *outs], [x, None, *outs[1:]]):
         for saved in (y, None):
-            arguments = douts, x, norm, rstd, saved, low, wanted, *last
+            arguments = douts, x, norm, rstd, (saved, low, None), wanted, *last
             torch.library.opcheck(ops.norm_linears_backward, arguments, test_utils=checks)
 
     wanted = needs((True, True), (False, False, True, True), (True, False, True, True))

@@ -23,7 +23,14 @@ def test_opcheck(device, example, dtype):
 def test_the_examples_call_every_op():
     called = {op._schema.name for example in EXAMPLES for op, _ in recorded(example, "cpu")}
     registered = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("liger_ext::")}
-    tested_apart = ("stream_copy", "dequantize_4bit", "glu_backward_with_h_", "seeded_dropout", "seeded_dropout_add_")
+    tested_apart = (
+        "stream_copy",
+        "dequantize_4bit",
+        "dequantize_4bit_to_",
+        "glu_backward_with_h_",
+        "seeded_dropout",
+        "seeded_dropout_add_",
+    )
     of_no_function = {f"liger_ext::{name}" for name in tested_apart}
     of_shards = {name for name in registered if "::vocabulary_shard_" in name}  # test_sharded_vocabulary.py
     assert called == registered - of_no_function - of_shards

@@ -27,6 +27,48 @@ def without_autocast(function: Callable) -> Callable:
     return run
 
 
+def differentiable_once(backward: Callable) -> Callable:
+    """Returns the `backward` of an autograd.Function, computed with gradients off. With create_graph=True its results
+    raise an error if they are differentiated: autograd would treat them as constants."""
+
+    @functools.wraps(backward)
+    def run(ctx, *grads):
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        return _Refusing.apply(len(results), *results, *_leaves(ctx), *grads)
+
+    return run
+
+
+class _Refusing(torch.autograd.Function):
+    """Returns its first `count` tensors. They depend on all, and raise an error if they are differentiated."""
+
+    @staticmethod
+    def forward(ctx, count, *tensors):
+        return tuple(None if t is None else t.view_as(t) for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError(
+            "liger_ext's layers have no second derivative: double backward (create_graph=True) is not supported"
+        )
+
+
+def _leaves(node: torch.autograd.graph.Node) -> list[Tensor]:
+    """Returns the tensors with a gradient on which the result of a node of the graph depends."""
+    seen, found, waiting = set(), [], [node]
+    while waiting:
+        node = waiting.pop()
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        following = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= following
+        waiting += following
+    return found
+
+
 def graph_op(arguments: str) -> Callable:
     """Returns a decorator that makes a function one op, with these arguments, in a graph of torch.compile.
 
@@ -53,8 +95,6 @@ def graph_op(arguments: str) -> Callable:
         def call(*args):
             if torch.compiler.is_compiling():
                 return op(*args)
-            if torch.is_grad_enabled():  # a backward with create_graph=True: autograd records the ops
-                return function(*args)
             with torch._C._AutoDispatchBelowAutograd():  # each op then takes less time on the host
                 return function(*args)
 

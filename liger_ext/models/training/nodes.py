@@ -34,7 +34,7 @@ from liger_ext import _C
 from liger_ext.models.patching.calls import is_exported
 from liger_ext.models.patching.swap import is_plain_tensor
 from liger_ext.models.training.checkpoint import is_differentiated
-from liger_ext.models.training.graph_ops import graph_op, without_autocast
+from liger_ext.models.training.graph_ops import differentiable_once, graph_op, without_autocast
 from liger_ext.models.training.linear import Parts, added_parts, base_layer, flatten, fused_parts, has_dropout, input_of
 from liger_ext.models.training.products import (
     Dropout,
@@ -119,6 +119,7 @@ class _Adapted(torch.autograd.Function):
         return out
 
     @staticmethod
+    @differentiable_once
     def backward(ctx, dout):
         x, low, factors, *parameters = ctx.saved_tensors
         need_base, *needs = ctx.needs_input_grad[1:]
@@ -159,6 +160,7 @@ class _NormLinears(torch.autograd.Function):
         return x, *outs
 
     @staticmethod
+    @differentiable_once
     def backward(ctx, *douts):
         x, rstd, y, low, factors, norm_weight, *parameters = ctx.saved_tensors
         needs = ctx.needs_input_grad[3:]
@@ -216,6 +218,7 @@ class _NormMLP(torch.autograd.Function):
         return out
 
     @staticmethod
+    @differentiable_once
     def backward(ctx, dout):
         total, rstd, y, gate, up, h, low, low_h, factors, norm_weight, *parameters = ctx.saved_tensors
         saved = y, gate, up, h, low, low_h, factors
@@ -309,8 +312,6 @@ def _mlp_backward(dout, total, saved, norm_weight, need_dy, needs, eps, dtype, l
     low_d = low_gradients(d, down, needs, need_x=True)
     dh = input_gradient(d, low_d, down, dropout, gate.shape[-1], gate.dtype).view(gate.shape)
     needs_h = reads_input(down, needs, low_h is not None)
-    if h is None and needs_h and dh.requires_grad:  # create_graph=True: dh must not be overwritten
-        h = _glu(gate, up, *_SWIGLU)
     if h is None and needs_h:
         dgate, dup = _glu_backward_with_h_(dh, gate, up, *_SWIGLU)
         h = dh
@@ -342,8 +343,7 @@ def _added(sums: list[Tensor | None] | None, gradients: list[Tensor | None]) -> 
     """Adds gradients to sums in fp32, which the caller rounds after the last tile."""
     if sums is None:
         return [None if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in gradients]
-    add = torch.add if torch.is_grad_enabled() else Tensor.add_  # create_graph=True: some are views of one product
-    return [None if g is None else add(s, g) for s, g in zip(sums, gradients, strict=True)]
+    return [None if g is None else s.add_(g) for s, g in zip(sums, gradients, strict=True)]
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from liger_ext.ops._checks import accumulator
 
 _dequantize_4bit = torch.ops.liger_ext.dequantize_4bit.default
+_dequantize_4bit_to_ = torch.ops.liger_ext.dequantize_4bit_to_.default
 _seeded_dropout = torch.ops.liger_ext.seeded_dropout.default
 _seeded_dropout_add_ = torch.ops.liger_ext.seeded_dropout_add_.default
 
@@ -74,10 +75,24 @@ class Layer(NamedTuple):
             return self.weight.dequantize().to(dtype)
         if not self.packs:
             return self.weight
-        packed = self.weight.reshape(-1).view(torch.uint8)
-        absmax, code, scales, offset = self.statistics
-        statistics = absmax, code, scales, None if offset is None else offset.reshape(-1)
-        return _dequantize_4bit(packed, *statistics, 2 * packed.numel(), *self.blocks, dtype).view(-1, columns)
+        packed = self.weight.view(torch.uint8)
+        return _dequantize_4bit(packed, *self.statistics, 2 * packed.numel(), *self.blocks, dtype).view(-1, columns)
+
+    def joined(self, matrices: list[Tensor], columns: int, dim: int, at: int) -> Tensor:
+        """Returns these matrices side by side (dim=1) or one below the other (dim=0), with the weight inserted as
+        number `at`. A packed weight, of this number of columns, is decoded into the result."""
+        if not self.packs:
+            return torch.cat([*matrices[:at], self.decoded(columns, matrices[0].dtype), *matrices[at:]], dim)
+        shape = [self.width(columns), columns]
+        sizes = [m.shape[dim] for m in matrices]
+        sizes.insert(at, shape[dim])
+        shape[dim] = sum(sizes)
+        joined = matrices[0].new_empty(shape)
+        (*parts,) = joined.split_with_sizes(sizes, dim)
+        _dequantize_4bit_to_(parts.pop(at), self.weight.view(torch.uint8), *self.statistics, *self.blocks)
+        for part, matrix in zip(parts, matrices, strict=True):
+            part.copy_(matrix)
+        return joined
 
 
 def unpack(
@@ -104,9 +119,7 @@ def unpack(
     return layers, parameters[-1], factors
 
 
-def _cast(
-    matrices: list[Tensor], dtype: torch.dtype, factors: Tensor | None
-) -> tuple[Sequence[Tensor], Tensor | None]:
+def _cast(matrices: list[Tensor], dtype: torch.dtype, factors: Tensor | None) -> tuple[Sequence[Tensor], Tensor | None]:
     """Returns matrices in `dtype`, and the tensor that contains them if they were cast, all by one kernel."""
     if all(matrix.dtype == dtype for matrix in matrices):
         return matrices, None
@@ -150,14 +163,14 @@ def linears(x: Tensor, layers: Sequence[Layer], dropout: Dropout) -> tuple[list[
     extended = torch.cat([*before, y, *parts[right]], 1) if joint else None
     outs = []
     for i, (layer, low_parts) in enumerate(zip(layers, parts, strict=True)):
-        weight, factors = layer.decoded(y.shape[1], y.dtype), [adapter.b for adapter in layer.adapters]
+        factors, bias = [adapter.b for adapter in layer.adapters], layer.total_bias()
         columns = y.shape[1] + sum(part.shape[1] for part in low_parts)
         if i == right:
-            out = nn.functional.linear(extended[:, -columns:], torch.cat([weight, *factors], 1), layer.total_bias())
+            out = nn.functional.linear(extended[:, -columns:], layer.joined(factors, y.shape[1], 1, 0), bias)
         elif i == left:
-            out = nn.functional.linear(extended[:, :columns], torch.cat([*factors, weight], 1), layer.total_bias())
+            out = nn.functional.linear(extended[:, :columns], layer.joined(factors, y.shape[1], 1, len(factors)), bias)
         else:
-            out = nn.functional.linear(y, weight, layer.total_bias())
+            out = nn.functional.linear(y, layer.decoded(y.shape[1], y.dtype), bias)
             # Selective checkpoints store a matmul's result, and return it again: it must not be overwritten.
             add = Tensor.addmm_ if _get_current_dispatch_mode() is None else torch.addmm
             for part, factor in zip(low_parts, factors, strict=True):
@@ -179,11 +192,12 @@ def add_adapters(base: Tensor, x: Tensor, layer: Layer, dropout: Dropout) -> tup
 def _pays(layer: Layer, count: int, narrow: int, wide: int) -> bool:
     """Returns whether one matmul should compute the product of a layer and those of its adapters, for `count` rows.
 
-    The input, of `narrow` columns, and the weight are then copied. Separate products would read and write the result,
-    of `wide` columns. Matmuls read rows of a multiple of 16 bytes.
+    The input, of `narrow` columns, and the weight, unless it is decoded, are then copied. Separate products would read
+    and write the result, of `wide` columns. Matmuls read rows of a multiple of 16 bytes.
     """
     is_aligned = all(adapter.a.shape[0] % 8 == 0 for adapter in layer.adapters)
-    return bool(layer.adapters) and is_aligned and wide >= 2 * narrow and count >= 2 * narrow
+    least = narrow // 2 if layer.packs else 2 * narrow
+    return bool(layer.adapters) and is_aligned and wide >= 2 * narrow and count >= least
 
 
 def low_products(y: Tensor, layers: Sequence[Layer], dropout: Dropout) -> Tensor | None:
@@ -221,17 +235,14 @@ def input_gradient(
     for dout, layer in zip(douts, layers, strict=True):
         if dout is None:
             continue
-        weight, plain = layer.decoded(columns, dout.dtype), [a for a in layer.adapters if not a.dropout]
-        if weight is None:
+        plain = [a for a in layer.adapters if not a.dropout]
+        if layer.weight is None:
             rest += plain
         elif total is None and len(plain) == len(layer.adapters) and _pays(layer, *dout.shape, columns):
-            wide, tall = (
-                torch.cat([dout, *(low[a.stream] for a in plain)], 1),
-                torch.cat([weight, *(a.a for a in plain)]),
-            )
-            total = (wide @ tall).to(dtype)
+            wide = torch.cat([dout, *(low[a.stream] for a in plain)], 1)
+            total = (wide @ layer.joined([a.a for a in plain], columns, 0, 0)).to(dtype)
         else:
-            total = _add_product(total, dout, weight, dtype)
+            total = _add_product(total, dout, layer.decoded(columns, dout.dtype), dtype)
             rest += plain
     if rest:
         total = _add_product(total, _joined([low[a.stream] for a in rest], 1), _joined([a.a for a in rest]), dtype)
@@ -317,13 +328,7 @@ def _product(t: Tensor, factor: Tensor, adapter: Adapter) -> Tensor:
     """Returns ``t @ factor``, the gradient of a parameter of `adapter`, rounded once to the parameter's dtype."""
     if adapter.dtype == t.dtype:
         return t @ factor
-    if (
-        type(t) is Tensor
-        and t.is_cuda
-        and adapter.dtype == torch.float32
-        and torch.version.hip is None
-        and not torch.is_grad_enabled()
-    ):
+    if type(t) is Tensor and t.is_cuda and adapter.dtype == torch.float32 and torch.version.hip is None:
         return torch.mm(t, factor, out_dtype=torch.float32)
     return t.to(adapter.dtype) @ factor.to(adapter.dtype)
 
