@@ -13,7 +13,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 WEIGHT_ONLY = ("Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "IntxWeightOnlyConfig")
 
 
-def model_of(config: str, dtype: torch.dtype, with_lora: bool, device: torch.device, **options) -> nn.Module:
+def model_with(config: str, dtype: torch.dtype, with_lora: bool, device: torch.device, **options) -> nn.Module:
     if not hasattr(quantization, config):
         pytest.skip(f"this torchao has no {config}")
     model = torchao(config)(build(dtype=dtype, device=device, tie_word_embeddings=False, **options), ALL)
@@ -34,7 +34,7 @@ def quantised(model: nn.Module) -> dict[str, nn.Module]:
 @pytest.mark.parametrize("config", WEIGHT_ONLY)
 @pytest.mark.parametrize("checkpoints", [None, True, False], ids=["", "reentrant", "not reentrant"])
 def test_a_step_runs_our_nodes(device, config, dtype, with_lora, checkpoints):
-    stock, reference = (model_of(config, dtype, with_lora, device, attention_bias=True) for _ in range(2))
+    stock, reference = (model_with(config, dtype, with_lora, device, attention_bias=True) for _ in range(2))
     for layer in quantised(reference).values():
         layer.weight = nn.Parameter(layer.weight.dequantize(), requires_grad=False)
     model, batch = patched(stock), make_batch(device)
@@ -53,6 +53,6 @@ OTHERS = [("Int8DynamicActivationInt8WeightConfig", BF16, False), *((config, FP3
 
 @pytest.mark.parametrize("config, dtype, autocast", OTHERS)
 def test_layers_that_also_quantise_the_input_or_under_autocast_run_torchaos_code(device, config, dtype, autocast):
-    model = patched(model_of(config, dtype, True, device))
+    model = patched(model_with(config, dtype, True, device))
     with torch.autocast(device.type, BF16, enabled=autocast):
         assert calls_in_step(model, quantised) == set(quantised(model)) != set()

@@ -29,7 +29,7 @@ from liger_ext.models.modules.head import restore_heads
 from liger_ext.models.modules.loss import MEMORY_LEVELS, causal_lm_cross_entropy
 from liger_ext.models.modules.mlp import MLP
 from liger_ext.models.modules.norms import LayerNorm, Norm
-from liger_ext.models.modules.stand_in import warn_of_adapters
+from liger_ext.models.modules.stand_in import warn_about_adapters
 from liger_ext.models.patches import find_llama_patch, find_patch, is_left_alone, logits_size, stock_classes
 from liger_ext.models.patching.classes import source_class, stock_class
 from liger_ext.models.patching.names import MODELS, find_class_by_name
@@ -176,7 +176,7 @@ def apply(
             if earlier and as_liger_kernel:
                 level = logging.WARNING if differing else logging.INFO
                 _logger.log(level, f"{name} is patched already, and keeps its options{': ' if said else ''}{said}")
-            warn_of_adapters(model, (DecoderLayer, Attention, MLP))
+            warn_about_adapters(model, (DecoderLayer, Attention, MLP))
         else:
             raise ValueError(
                 f"{type(model).__name__} holds no {model_type} model to patch; "

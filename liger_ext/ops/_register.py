@@ -29,7 +29,7 @@ from liger_ext.ops._compile import register_later, register_with_inductor
 LIBRARY = torch.library.Library("liger_ext", "IMPL")
 
 _AUTOCAST = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
-_AUTOCAST_KEYS = torch._C.DispatchKeySet(_AUTOCAST["cpu"]) | torch._C.DispatchKeySet(_AUTOCAST["cuda"])
+AUTOCAST_KEYS = torch._C.DispatchKeySet(_AUTOCAST["cpu"]) | torch._C.DispatchKeySet(_AUTOCAST["cuda"])
 
 
 def register(
@@ -219,7 +219,7 @@ def _register_autograd(
         if constants and records and any_requires_grad(*args[differentiable:]):
             check_learned(args)
         if casts and (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
-            with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):  # the public function has applied autocast's dtype
+            with torch._C._ExcludeDispatchKeyGuard(AUTOCAST_KEYS):  # the public function has applied autocast's dtype
                 return run(records, args)
         return run(records, args)
 

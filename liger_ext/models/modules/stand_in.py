@@ -82,7 +82,7 @@ def _may_fit(layer: nn.Module | None) -> bool:
     return type(layer) is not nn.Linear and layer is not None and "in_features" in layer.__dict__
 
 
-def warn_of_adapters(model: nn.Module, patches: tuple[type, ...]) -> None:
+def warn_about_adapters(model: nn.Module, patches: tuple[type, ...]) -> None:
     """Warns once of the layers of `model` whose adapters run PEFT's code, for each reason with their number. `patches`
     are the patches that run layers in nodes."""
     inside = {id(m) for module in model.modules() if isinstance(module, patches) for m in module.modules()}

@@ -57,7 +57,7 @@ class Input(NamedTuple):
     matmul_dtype: torch.dtype
 
 
-def input_of(x: Tensor) -> Input:
+def input_properties(x: Tensor) -> Input:
     kind = x.device.type
     casts = torch.is_autocast_enabled(kind)
     return Input(x.dtype, x.device, casts, torch.get_autocast_dtype(kind) if casts else x.dtype)
@@ -128,7 +128,7 @@ def flatten(x: Tensor, layers: Sequence[Parts]) -> tuple[torch.dtype, list[float
     """Returns the dtype of the matmuls, and the constants and the parameters of all layers. Under autocast, weights and
     biases are cast to its dtype; adapters are cast by the node, which rounds their gradients once. The seed is drawn
     here, once for each call: a checkpoint's second run draws it again."""
-    _, _, casts, dtype = input_of(x)
+    _, _, casts, dtype = input_properties(x)
     if layers[0].parameters[0] is None and not casts:
         dtype = layers[0].parameters[LAYER_PARAMETERS].dtype
     constants, parameters = [], []

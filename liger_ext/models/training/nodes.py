@@ -35,7 +35,15 @@ from liger_ext.models.patching.calls import is_exported
 from liger_ext.models.patching.swap import is_plain_tensor
 from liger_ext.models.training.checkpoint import is_differentiated
 from liger_ext.models.training.graph_ops import differentiable_once, graph_op, without_autocast
-from liger_ext.models.training.linear import Parts, added_parts, base_layer, flatten, fused_parts, has_dropout, input_of
+from liger_ext.models.training.linear import (
+    Parts,
+    added_parts,
+    base_layer,
+    flatten,
+    fused_parts,
+    has_dropout,
+    input_properties,
+)
 from liger_ext.models.training.products import (
     Dropout,
     add_adapters,
@@ -367,7 +375,7 @@ def fused_linears(
         return None
     if any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()):
         return None  # the mode may replace F.linear, and with it the derivative
-    found, properties = [], input_of(x)
+    found, properties = [], input_properties(x)
     for layer in layers:
         parts = read(layer, properties)
         if parts is None:
