@@ -10,7 +10,7 @@ import pytest
 import torch
 from llama_models import LEVELS, assert_as_good, build, checkpoint_layers, exact, make_batch, one_thread, step  # noqa: F401
 from pairs import pairwise, product
-from test_adapter_nodes import recorded_calls
+from test_adapter_nodes import adapters, recorded_calls
 from test_adapter_options import CASES, drawn, with_adapters, with_masks  # noqa: F401
 from test_four_bit_layers import decoded, four_bit
 from torch import nn
@@ -97,7 +97,7 @@ def test_as_good_as_stock(device, drawn, monkeypatch, case):  # noqa: F811
     if tile:
         monkeypatch.setattr(nodes, "TILE", tile)
     batch = make_batch(device, rows, seq)
-    with recorded_calls(model) as calls:
+    with recorded_calls(adapters(model)) as calls:
         found = run(model, batch, precision, case["backward"])
     # At "fast" nothing tells a reentrant checkpoint's first run from an evaluation, unless it draws masks.
     assert not calls or (case["memory"], case["checkpoint"]) == ("fast", "reentrant")  # of PEFT's forward
@@ -245,7 +245,7 @@ def test_operations_between_steps(tmp_path, name, base, order):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     weights, ours = stock.state_dict(), model.state_dict()
     assert weights.keys() == ours.keys() and all(torch.equal(weights[key], ours[key]) for key in ours)
-    with recorded_calls(model) as calls:
+    with recorded_calls(adapters(model)) as calls:
         found = step(model, batch)
     assert bool(calls) == (name in RUN_PEFT)
     assert_as_good(found, step(stock, batch), step(exact(decoded(copy.deepcopy(stock))), batch))

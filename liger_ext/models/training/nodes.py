@@ -261,9 +261,9 @@ def _only(tensors, keeps):
 @graph_op("Tensor attention, Tensor stream, Tensor norm_weight, str memory, bool is_read, " + _NORM_LAYERS)
 def _norm_mlp(attention, stream, norm_weight, memory, is_read, eps, dtype, constants, parameters):
     y, total, rstd = _add_rms_norm(attention, stream, norm_weight, eps, *_NORM)
-    if not is_read:
-        return total.new_empty(()).expand(total.shape), total, rstd, *(None,) * 7
     layers, seed, factors = unpack(dtype, constants, parameters)
+    if not is_read:
+        return total.new_empty(()).expand(total.shape), total, rstd, *(None,) * 6, factors
     y, keeps = y.to(dtype), _SAVED[memory][:-1]
     tiles = _tiles(total) if memory == "low" else []
     if not tiles:

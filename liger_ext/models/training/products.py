@@ -171,10 +171,8 @@ def linears(x: Tensor, layers: Sequence[Layer], dropout: Dropout) -> tuple[list[
             out = nn.functional.linear(extended[:, :columns], layer.joined(factors, y.shape[1], 1, len(factors)), bias)
         else:
             out = nn.functional.linear(y, layer.decoded(y.shape[1], y.dtype), bias)
-            # Selective checkpoints store a matmul's result, and return it again: it must not be overwritten.
-            add = Tensor.addmm_ if _get_current_dispatch_mode() is None else torch.addmm
             for part, factor in zip(low_parts, factors, strict=True):
-                out = add(out, part, factor.t())
+                out = _addmm(out, part, factor.t())
         outs.append(out.view(*x.shape[:-1], -1))
     return outs, low
 
@@ -320,8 +318,17 @@ def _joined(tensors: list[Tensor], dim: int = 0) -> Tensor:
 
 def _scaled(t: Tensor, factor: Tensor, scaling: float) -> Tensor:
     """Returns ``scaling * (t @ factor)``, rounded once."""
-    # With beta=0 torch does not read the summand.
-    return t @ factor if scaling == 1 else torch.addmm(t.new_empty(()), t, factor, beta=0, alpha=scaling)
+    if scaling == 1:
+        return t @ factor
+    return _addmm(
+        t.new_empty(t.shape[0], factor.shape[1]), t, factor, beta=0, alpha=scaling
+    )  # does not read the result
+
+
+def _addmm(total: Tensor, t: Tensor, factor: Tensor, **factors: float) -> Tensor:
+    """Returns `total + t @ factor`, in place. Selective checkpoints store a matmul's result, and return it again, so
+    with them it is not overwritten."""
+    return (Tensor.addmm_ if _get_current_dispatch_mode() is None else torch.addmm)(total, t, factor, **factors)
 
 
 def _product(t: Tensor, factor: Tensor, adapter: Adapter) -> Tensor:
