@@ -120,7 +120,7 @@ def test_as_good_as_with_the_masks_in_pytorch(device, drawn, case, memory):
 def test_checkpoints_repeat_the_masks(device, drawn, use_reentrant, tile, monkeypatch):
     """Tiles draw their rows of the mask, and so give the same result."""
     if tile:
-        monkeypatch.setattr(nodes, "TILE", tile)
+        monkeypatch.setattr(nodes, "TILE", tile * 128)
     stock = adapted("dropout", torch.float32).to(device)
     model, batch = patched(stock), make_batch(device)
     checkpoint_layers(model, use_reentrant)

@@ -95,7 +95,7 @@ def test_as_good_as_stock(device, drawn, monkeypatch, case):  # noqa: F811
         checkpoint_layers(model, case["checkpoint"] == "reentrant")
     rows, seq, tile = case["rows"]
     if tile:
-        monkeypatch.setattr(nodes, "TILE", tile)
+        monkeypatch.setattr(nodes, "TILE", tile * 128)
     batch = make_batch(device, rows, seq)
     with recorded_calls(adapters(model)) as calls:
         found = run(model, batch, precision, case["backward"])

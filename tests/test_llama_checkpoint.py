@@ -33,7 +33,7 @@ by_layer = pytest.mark.skipif(TRANSFORMERS < (4, 53), reason="transformers check
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles that are smaller than the batch, which has 33 rows."""
-    monkeypatch.setattr(layer, "TILE", 8)
+    monkeypatch.setattr(layer, "TILE", 8 * 128)
 
 
 def checkpointed(model: nn.Module, use_reentrant: bool, **options) -> nn.Module:
@@ -89,7 +89,7 @@ def test_the_sum_over_tiles_is_rounded_once(device, monkeypatch):
     batch = make_batch(device, 8, 64)
     results = []
     for tile in (1 << 30, 4):
-        monkeypatch.setattr(layer, "TILE", tile)
+        monkeypatch.setattr(layer, "TILE", tile * 128)
         results.append(step(patched(model, memory="low"), batch))
     exact = step(model.double(), batch)
     for name in (f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")):

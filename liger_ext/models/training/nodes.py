@@ -9,7 +9,7 @@ decides which tensors a node saves:
 * "fast": all;
 * "auto": all but the norm's output and h;
 * "low": in the MLP only the norm's input; the matmuls of gate and up run a second time. For long inputs gate, up and
-  their gradients exist for `TILE` rows at a time.
+  their gradients exist for a tile of `TILE` elements at a time.
 
 The norm's backward and the matmuls add up the gradients of the residual stream and of a norm's consumers, without
 separate kernels. Without LoRA and tiles, the forward has the same bits as the separate ops. Without tiles, the backward
@@ -46,6 +46,7 @@ from liger_ext.models.training.linear import (
 )
 from liger_ext.models.training.products import (
     Dropout,
+    Layer,
     add_adapters,
     input_gradient,
     linears,
@@ -132,11 +133,8 @@ class _Adapted(torch.autograd.Function):
         x, low, factors, *parameters = ctx.saved_tensors
         need_base, *needs = ctx.needs_input_grad[1:]
         gradients = _adapted_backward(dout, x, low, factors, needs, *ctx.layers, parameters)
-        return (
-            None,
-            dout if need_base else None,
-            *(g if need else None for g, need in zip(gradients, needs, strict=True)),
-        )
+        gradients = [g if need else None for g, need in zip(gradients, needs, strict=True)]
+        return None, dout if need_base else None, *gradients
 
 
 @graph_op("Tensor x, Tensor? base, " + _LAYERS)
@@ -265,7 +263,7 @@ def _norm_mlp(attention, stream, norm_weight, memory, is_read, eps, dtype, const
     if not is_read:
         return total.new_empty(()).expand(total.shape), total, rstd, *(None,) * 6, factors
     y, keeps = y.to(dtype), _SAVED[memory][:-1]
-    tiles = _tiles(total) if memory == "low" else []
+    tiles = _tiles(total, layers[0]) if memory == "low" else []
     if not tiles:
         out, *saved = _mlp(y, total, keeps, layers, Dropout(seed))
         return out, total, rstd, *saved, factors
@@ -294,7 +292,7 @@ def _norm_mlp_backward(dout, total, norm_weight, rstd, saved, needs, eps, dtype,
     *saved, factors = saved
     layers, seed, _ = unpack(dtype, constants, parameters, factors)
     arguments = norm_weight, need_dy, needs, eps, dtype, layers
-    tiles = _tiles(total) if saved[1] is None else []
+    tiles = _tiles(total, layers[0]) if saved[1] is None else []
     if not tiles:
         dy, gradients = _mlp_backward(dout, total, saved, *arguments, Dropout(seed))
     else:
@@ -335,16 +333,18 @@ def _mlp_backward(dout, total, saved, norm_weight, need_dy, needs, eps, dtype, l
     return dy, [g if g is not None else other for g, other in zip(gradients, others, strict=True)]
 
 
-# The rows of the MLP's intermediate tensors that exist at a time if the backward recomputes them: enough to keep a
-# GPU's matrix units busy, and little memory beside one layer's attention over a very long sequence.
-TILE = 16384
+# The elements of one of the MLP's intermediate tensors that exist at a time if the backward recomputes them: enough to
+# keep a GPU's matrix units busy, and little memory beside one layer's attention over a very long sequence.
+TILE = 2**27
 
 
-def _tiles(x: Tensor) -> list[slice]:
-    """Returns the tiles of the rows of `x`. Returns none if one tile holds all rows, or if `x` has no size yet because
-    a graph is traced."""
+def _tiles(x: Tensor, gate: Layer) -> list[slice]:
+    """Returns tiles of the rows of `x`, of about equal sizes. Returns none if one tile holds all rows, or if `x` has no
+    size yet because a graph is traced."""
     rows = x.numel() // x.shape[-1] if type(x) is Tensor else 0
-    return [slice(first, first + TILE) for first in range(0, rows, TILE)] if rows > TILE else []
+    count = -(-rows * gate.width(x.shape[-1]) // TILE)
+    size = -(-rows // max(count, 1))
+    return [slice(first, first + size) for first in range(0, rows, size)] if count > 1 else []
 
 
 def _added(sums: list[Tensor | None] | None, gradients: list[Tensor | None]) -> list[Tensor | None]:
@@ -362,9 +362,8 @@ def _norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Te
 def fused_linears(
     x: Tensor, layers: Iterable[nn.Module], training: bool, read: Callable = fused_parts
 ) -> list[Parts] | None:
-    """Returns the parts of `layers` that the nodes run. None unless all are linear layers, plain or with LoRA, that
-    `read` accepts, and nothing but a backward may follow: no functorch transform, forward-mode derivative or
-    export."""
+    """Returns the parts of `layers` that the nodes run. None unless `read` accepts all of these linear layers, and
+    nothing but a backward may follow: no functorch transform, forward-mode derivative or export."""
     differentiated = is_differentiated()
     if not (differentiated or training) or x.device.type not in ("cpu", "cuda") or not is_plain_tensor(x):
         return None
@@ -386,8 +385,8 @@ def fused_linears(
 
 
 def _detached(parameters: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Returns detached parameters to be saved. They keep the present values if the user assigns another `.data`, which
-    changes no version counter. torch's own linear layers save a view, and so keep the values, too."""
+    """Returns detached parameters to be saved. Like torch's own linear layers, which save views, they keep the present
+    values if the user assigns another `.data`, which changes no version counter."""
     return [None if p is None else p.detach() for p in parameters]
 
 
