@@ -3,8 +3,8 @@
 Linear layers save their inputs: the norms' outputs, and the MLP's h = silu(gate) * up. Two functions avoid this:
 
 - `recomputed`, under torch.compile, puts the op that computes the input into a checkpoint.
-- `recompute_when_saved`, without torch.compile, is for linear layers that must be called as modules (quantised
-  weights, hooks, LoRA with dropout). Saved-tensor hooks around the call recognise the input, whichever op saves it, and
+- `recompute_when_saved`, without torch.compile, is for linear layers that must be called as modules (hooks,
+  DoRA, most quantised weights). Saved-tensor hooks around the call recognise the input, whichever op saves it, and
   store the function that computes it instead. (Other linear layers run in `training.nodes`, which save less by
   themselves.)
 
