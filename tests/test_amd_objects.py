@@ -16,7 +16,7 @@ LANES = {"gfx90a": 64, "gfx942": 64, "gfx950": 64, "gfx1100": 32, "gfx1201": 32}
 # Accesses ("load", "store") of each kernel that should bypass the caches (Hint::stream in csrc/gpu).
 STREAMS = {
     "StreamCopyKernel": {"load", "store"},
-    "Dequantize4bitKernel": {"store"},
+    "Dequantize4bitKernel": set(),
     "SeededDropoutKernel": {"load", "store"},
     "NormForwardRegisters": {"load", "store"},
     "NormForwardReread": {"load", "store"},

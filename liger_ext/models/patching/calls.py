@@ -26,9 +26,7 @@ def is_exported() -> bool:
 def exports_onnx() -> bool:
     """Returns whether torch.onnx exports the model. ONNX has no operators for our ops, so a patch then runs the code of
     the class that it replaces: no call counts as known (`_is_known`), and no tensor as plain (`is_plain_tensor`)."""
-    if torch.compiler.is_compiling():
-        return (is_exported() or torch.jit.is_tracing()) and torch.onnx.is_in_onnx_export()
-    return torch._C._is_tracing() and torch.onnx.is_in_onnx_export()  # fast: it runs for each tensor in each step
+    return (is_exported() or torch.jit.is_tracing()) and torch.onnx.is_in_onnx_export()
 
 
 def only_forward_runs(module: nn.Module) -> bool:
