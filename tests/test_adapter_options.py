@@ -132,6 +132,22 @@ def test_checkpoints_repeat_the_masks(device, drawn, use_reentrant, tile, monkey
     assert_as_good(found, step(masked, batch), step(exact(masked), batch))
 
 
+@pytest.mark.parametrize("memory", LEVELS)
+@pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64)])
+@cases
+def test_no_rows(device, case, shape, memory):
+    """An expert without tokens."""
+    stock = adapted(case, torch.float32).to(device)
+    gradients = []
+    for model in (stock, patched(stock, memory=memory)):
+        x = torch.randn(shape, device=device, requires_grad=True)
+        mlp = model.get_base_model().model.layers[0].mlp
+        mlp(x).sum().backward()
+        gradients.append([x.grad, *(p.grad for p in mlp.parameters())])
+    for found, expected in zip(*gradients, strict=True):
+        assert found is expected is None or torch.equal(found, expected)
+
+
 def test_a_seed_repeats_a_step_and_evaluation_drops_nothing(device):
     model, batch = patched(adapted("dropout", torch.float32).to(device)), make_batch(device)
     losses = []

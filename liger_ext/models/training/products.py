@@ -173,7 +173,7 @@ def linears(x: Tensor, layers: Sequence[Layer], dropout: Dropout) -> tuple[list[
             out = nn.functional.linear(y, layer.decoded(y.shape[1], y.dtype), bias)
             for part, factor in zip(low_parts, factors, strict=True):
                 out = _addmm(out, part, factor.t())
-        outs.append(out.view(*x.shape[:-1], -1))
+        outs.append(out.view(*x.shape[:-1], out.shape[1]))
     return outs, low
 
 
