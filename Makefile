@@ -109,8 +109,8 @@ fuzz: $(ENVIRONMENT) build
 # The libraries, built against constraints.txt's torch, with the newest torch in front of the environment's.
 NEWEST := build/torch-newest
 OP_TESTS := $(patsubst liger_ext/records/%.py,%,$(wildcard liger_ext/records/[a-z]*.py))   # each record's op or family
-NEWEST_TESTS := $(OP_TESTS) autocast bad_input checks compile doctor errors gradients library llama_causal_lm llama_compile llama_heads modules opcheck \
-  patch patch_auto patch_wrappers sanitizer threads training
+NEWEST_TESTS := $(OP_TESTS) adapter_options adapters autocast bad_input checks compile doctor errors four_bit_layers gradients library llama_causal_lm \
+  llama_compile llama_heads modules opcheck patch patch_auto patch_wrappers sanitizer threads training
 test-newest: build $(NEWEST)/.installed
 	PYTHONPATH=$(abspath $(NEWEST)) $(PY) -c "import torch; print('torch', torch.__version__)"
 	PYTHONPATH=$(abspath $(NEWEST)) $(PY) -m pytest -m "not cuda" $(ARGS) $(NEWEST_TESTS:%=tests/test_%.py)

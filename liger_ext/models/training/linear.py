@@ -69,14 +69,15 @@ def fused_parts(layer: nn.Module, x: Input) -> Parts | None:
     parts = _parts(layer, x)
     if parts is None:
         return None
+    packs = parts.constants[1] != 0  # no matmul reads the weight itself
     for index, t in enumerate(parts.parameters):
-        if t is None:
+        if t is None or 2 <= index < LAYER_PARAMETERS:  # statistics of the weight
             continue
-        if not (is_plain_tensor(t) or (index == 0 and parts.constants[1] < 0)) or t.device != x.device:
+        if t.device != x.device or not (is_plain_tensor(t) or (index == 0 and parts.constants[1] < 0)):
             return None
         dtype = t.dtype
         differs = torch.float64 in (x.dtype, dtype) if x.casts else dtype != x.dtype
-        if differs and not _is_statistic(index, parts.constants):
+        if differs and not (packs and index == 0):
             return None
     return parts
 
@@ -117,11 +118,6 @@ def why_called(layer: nn.Module) -> str | None:
 def base_layer(layer: nn.Module) -> nn.Module:
     """Returns the module that the `forward` of a LoRA layer calls for the base's result."""
     return getattr(layer, "quant_linear_module", layer.base_layer)
-
-
-def _is_statistic(index: int, constants: Sequence[float]) -> bool:
-    """Returns whether this parameter of a layer is a packed weight, or its statistics: no matmul reads it."""
-    return 2 <= index < LAYER_PARAMETERS or (index == 0 and constants[1] != 0)
 
 
 def flatten(x: Tensor, layers: Sequence[Parts]) -> tuple[torch.dtype, list[float], list[Tensor | None]]:
