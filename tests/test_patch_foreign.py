@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from cases import RecordCalls, python
+from cases import RecordCalls, python, slow_if
 from llama_models import build, make_batch, one_thread, patched, step, tokens  # noqa: F401
 from test_patch import PATCHED
 from torch import nn
@@ -257,8 +257,11 @@ if what == "function":  # what was found at the import is not taken for transfor
 SOME = ("LlamaAttention", "LlamaMLP")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("what, names", [("function", PATCHED), ("callable object", SOME), ("class", SOME)])
+@pytest.mark.parametrize(
+    "what, names",
+    [("function", PATCHED), slow_if(True, "callable object", SOME), slow_if(True, "class", SOME)],
+    ids=["function", "callable object", "class"],
+)
 def test_replaced_before_the_import(what, names):
     python("-c", BEFORE_THE_IMPORT, what, *names, OMP_NUM_THREADS="1")
 

@@ -32,9 +32,9 @@ from liger_ext.models.modules.loss import (
     softcapped,
 )
 from liger_ext.models.patching.calls import exports_onnx
-from liger_ext.models.patching.forwards import parse_function, source_text
+from liger_ext.models.patching.forwards import arguments_read, source_text
 from liger_ext.models.patching.swap import Mixin
-from liger_ext.models.recognise.normal_form import HEAD_ARGUMENTS, MODEL_CALL, renamed, variables_read
+from liger_ext.models.recognise.normal_form import HEAD_ARGUMENTS, MODEL_CALL, renamed
 from liger_ext.ops._checks import check_constants
 from liger_ext.ops._loss_plan import Level
 
@@ -93,7 +93,7 @@ class CausalLM(Mixin):
         cls.PASSED = _passed_by(stock)
         parameters = inspect.signature(stock.forward).parameters
         cls.KEEPS = "logits_to_keep" in parameters
-        read, others = variables_read(parse_function(stock.forward)), parameters.keys() - HEAD_ARGUMENTS
+        read, others = arguments_read(stock.forward), parameters.keys() - HEAD_ARGUMENTS
         cls.UNREAD = sorted(others - read)  # `deprecate_kwarg` may rename them
         given = [parameter for name, parameter in parameters.items() if name in others & read]
         cls.DEFAULTS = {p.name: p.default for p in given if p.default not in (None, p.empty)}

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torch import nn
 
 from liger_ext.models.patching.names import REMOTE
-from liger_ext.models.patching.source import definition_in, names_read
+from liger_ext.models.patching.source import definition_in, names_read, variables_read
 
 
 def with_globals(function: Callable, **replacements: object) -> Callable:
@@ -112,6 +112,12 @@ def stock_function(found: object) -> object:
     if not hasattr(type(found), "kernel_layer_name"):
         return found
     return inspect.getclosurevars(type(found).forward).nonlocals.get("func", found)
+
+
+def arguments_read(function: Callable) -> set[str]:
+    """Returns the names of the arguments that a function's code reads: of all, if the source is not available."""
+    definition, names = parse_function(function), inspect.signature(function).parameters.keys()
+    return set(names) if definition is None else variables_read(definition) & names
 
 
 def source_text(function: Callable) -> str | None:

@@ -55,6 +55,10 @@ def names_read(definition: ast.FunctionDef) -> tuple[list[str], list[str]]:
     return list(dict.fromkeys(others)), list(dict.fromkeys(self_names))
 
 
+def variables_read(tree: ast.AST) -> set[str]:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
 def find_calls(tree: ast.AST, callee: str) -> list[ast.Call]:
     """Returns the calls in `tree` whose function is written `callee`."""
     return [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == callee]

@@ -12,7 +12,7 @@ import hashlib
 import re
 from collections.abc import Callable
 
-from liger_ext.models.patching.source import find_calls, local_names
+from liger_ext.models.patching.source import find_calls, local_names, variables_read
 
 
 def dump_tree(node: ast.AST, indent: str = "") -> str:
@@ -190,10 +190,6 @@ def _with_name(text: str, old: str, new: str) -> str:
 MODEL_CALL = re.compile(
     r"^    (?P<outputs>\w+) = self\.(?P<model>(?!language_model)[\w.]+)\((input_ids=)?input_ids, (?=\w+=)", re.MULTILINE
 )
-
-
-def variables_read(definition: ast.FunctionDef) -> set[str]:
-    return {node.id for node in ast.walk(definition) if isinstance(node, ast.Name)}
 
 
 def _argument_names(method: ast.FunctionDef) -> list[str]:
