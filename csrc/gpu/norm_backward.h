@@ -80,27 +80,8 @@ template <int VEC, int K, bool Centered> struct NormBackwardSums {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       float* const to = row + columns.first + k * columns.step;
-      store_vector<Global>(to, dweight[k], columns.has(k));
-      if constexpr (Centered) store_vector<Global>(to + a.cols, dbias[k], columns.has(k));
-    }
-  }
-  // Stores VEC sums if `live`. Eight sums are two stores of 16 bytes. For global memory two neighbouring lanes swap halves, so that each
-  // store writes whole sectors of 32 bytes, which is faster (docs/measurements.md). All lanes call this together.
-  template <bool Global> LIGER_DEVICE static void store_vector(float* to, const float (&sums)[VEC], bool live) {
-    if constexpr (Global && VEC == 8) {
-      const bool odd = lane_id() & 1, other_live = shfl_xor(int(live), 1);
-      Vec<float, 4> even_half, odd_half;  // this lane's half of the even lane's vector, and of the odd lane's
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float other = shfl_xor(odd ? sums[i] : sums[4 + i], 1);
-        even_half[i] = odd ? other : sums[i];
-        odd_half[i] = odd ? sums[4 + i] : other;
-      }
-      float* const even_to = odd ? to - 4 : to;
-      if (odd ? other_live : live) gpu::store(even_to, even_half);
-      if (odd ? live : other_live) gpu::store(even_to + 8, odd_half);
-    } else if (live) {
-      gpu::store(to, reinterpret_cast<const Vec<float, VEC>&>(sums));
+      store_floats<Global>(to, dweight[k], columns.has(k));
+      if constexpr (Centered) store_floats<Global>(to + a.cols, dbias[k], columns.has(k));
     }
   }
 };

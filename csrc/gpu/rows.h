@@ -260,6 +260,26 @@ template <int VEC, int K> struct Columns {
   }
 };
 
+// Stores a vector of VEC numbers if `live`. Eight numbers are two stores of 16 bytes. For global memory two neighbouring lanes swap halves,
+// so that each store writes whole sectors of 32 bytes, which is faster (docs/measurements.md). All lanes call this together.
+template <bool Global, int VEC> LIGER_DEVICE void store_floats(float* to, const float (&values)[VEC], bool live) {
+  if constexpr (Global && VEC == 8) {
+    const bool odd = lane_id() & 1, other_live = shfl_xor(int(live), 1);
+    Vec<float, 4> even_half, odd_half;  // this lane's half of the even lane's vector, and of the odd lane's
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float other = shfl_xor(odd ? values[i] : values[4 + i], 1);
+      even_half[i] = odd ? other : values[i];
+      odd_half[i] = odd ? values[4 + i] : other;
+    }
+    float* const even_to = odd ? to - 4 : to;
+    if (odd ? other_live : live) gpu::store(even_to, even_half);
+    if (odd ? live : other_live) gpu::store(even_to + 8, odd_half);
+  } else if (live) {
+    gpu::store(to, reinterpret_cast<const Vec<float, VEC>&>(values));
+  }
+}
+
 // The mean of a vector's elements; exact if all of them are equal.
 template <class T, int VEC> LIGER_DEVICE float vector_mean(const Packed<T, VEC>& values) {
   if constexpr (VEC == 1) return values[0];
