@@ -22,11 +22,11 @@ def decode(packed: Tensor, absmax: Tensor, numel: int, blocksize: int, compresse
     return FP4[nibbles] * scales.repeat_interleave(blocksize)[:numel]
 
 
-def _into_rows(found: Tensor, expected: Tensor, rows: int, first: int, gap: int | None, arguments: tuple):
+def _into_rows(found: Tensor, expected: Tensor, rows: int, first: int, gap: int, arguments: tuple):
     """Decodes to a matrix of these rows, between other columns that stay as they are. Returns all columns, twice."""
     packed, absmax, options = arguments
     cols = len(expected) // rows
-    whole = expected.new_full((rows, cols + (gap or 0)), 7)
+    whole = expected.new_full((rows, cols + gap), 7)
     mine = found.new_full(whole.shape, 7)
     whole[:, first : first + cols] = expected.view(rows, cols)
     statistics = [options.get(f"absmax_{name}") for name in ("code", "scales", "offset")]
@@ -67,9 +67,6 @@ def cases(place: Callable[[Tensor], Tensor] = lambda t: t) -> Iterator[tuple[str
                 found = F.dequantize_4bit(*arguments[:2], (numel,), **options)
                 name = f"{numel} values, blocks of {blocksize}, {dtype}, compressed {compressed}"
                 yield name, found, expected
-                for rows, first_column, stride in ((32, 0, None), (32, 8, 16), (3, 1, 5), (11, 0, 8)):
+                for rows, column, gap in ((32, 0, 0), (32, 8, 16), (3, 1, 5), (11, 0, 8)):
                     if numel % rows == 0:
-                        yield (
-                            f"{name}, {rows} rows",
-                            *_into_rows(found, expected, rows, first_column, stride, arguments),
-                        )
+                        yield f"{name}, {rows} rows", *_into_rows(found, expected, rows, column, gap, arguments)

@@ -35,10 +35,7 @@ def only_forward_runs(module: nn.Module) -> bool:
 
     Only then may a fused op do the module's work without calling it.
     """
-    own = module.__dict__  # this runs for each module in each step, so it makes few calls
-    if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
-        return False
-    return not (_has_any_global_hook() or _is_compiled(module)) and _is_known(module, _ALL)
+    return not (any(module_hooks(module)) or _has_any_global_hook() or _is_compiled(module)) and _is_known(module, _ALL)
 
 
 def is_called_bare(module: nn.Module) -> bool:
