@@ -81,6 +81,20 @@ def test_no_adapter_runs_pefts_forward(family, order):
     assert calls_in_step(model) == {name for name in adapters(model) if left and name.endswith(left)}
 
 
+@pytest.mark.parametrize("family", ["cohere2", "gemma2", "olmo3"])
+def test_layers_of_one_input_are_one_node(family):
+    """In each layer: q, k and v; the attention's result; gate and up; down."""
+    model = patched(adapt(build(family)))
+    loss = model(**make_batch("cpu")).loss
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting += [n for n, _ in node.next_functions if n is not None]
+    assert sum(type(n).__name__ == "_AdaptedBackward" for n in seen) == 4 * model.config.num_hidden_layers
+
+
 def make_dora(layer: Linear) -> None:
     options = dict(lora_dropout=0.0, init_lora_weights=True, use_rslora=False, use_dora=True)
     config = peft.LoraConfig(**options)  # PEFT 0.18 reads the options, later versions the config

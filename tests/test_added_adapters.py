@@ -145,7 +145,7 @@ def test_a_layer_with_two_adapters(device, drawn, dropout, dtype):  # noqa: F811
             parameter.data = torch.randn_like(parameter, dtype=dtype) * 0.1
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        out = adapted(layer, x, True)
+        out = adapted((layer,), x, True)[0]
     large = [t for t in saved if t.numel() >= x.numel()]
     assert large and all(t.data_ptr() == x.data_ptr() and t.dtype == BF16 for t in large)
     dout = torch.randn_like(out)
@@ -247,7 +247,7 @@ def test_gradcheck(base, trains, rate, bias):
 
     def run(x, *_):
         torch.manual_seed(0)
-        return adapted(layer, x, True)
+        return adapted((layer,), x, True)[0]
 
     x = torch.randn(3, 6, dtype=torch.double, requires_grad=True)
     assert "_Adapted" in type(run(x).grad_fn).__name__

@@ -25,7 +25,7 @@ from transformers.models.llama import modeling_llama
 
 from liger_ext import apply_liger_kernel_to_instance, apply_liger_kernel_to_llama
 from liger_ext.models import llama
-from liger_ext.models.patching.swap import is_plain_linear
+from liger_ext.models.patching.swap import is_plain_tensor
 
 peft = pytest.importorskip("peft")
 
@@ -280,10 +280,10 @@ def test_models_of_several_families_in_one_module():
 
 def test_a_distributed_weight_is_not_plain(mesh):
     head = nn.Linear(4, 8)
-    assert is_plain_linear(head)
+    assert is_plain_tensor(head.weight)
     weight = torch.distributed.tensor.distribute_tensor(head.weight.detach(), mesh)
     head.weight = nn.Parameter(weight)
-    assert not is_plain_linear(head)
+    assert not is_plain_tensor(head.weight)
     norm = llama.LlamaRMSNorm(4)
     hidden_states = torch.randn(3, 4)
     expected = norm(hidden_states)

@@ -59,6 +59,11 @@ template <int VEC, int K> struct Tile {
   LIGER_DEVICE bool live() const { return row < tiles.rows; }
   // The thread's columns, if rows are whole vectors.
   LIGER_DEVICE Columns<VEC, K> columns() const { return {index, tiles.threads_per_row, begin(), live() ? tiles.cols : 0}; }
+  // The same, where every `lanes` neighbouring threads, a power of two, own successive columns.
+  LIGER_DEVICE Columns<VEC, K> columns(int lanes) const {
+    const int group = lanes < tiles.threads_per_row ? lanes : tiles.threads_per_row, lane = index & (group - 1);
+    return {lane, group, begin() + int64_t{index - lane} * K * VEC, live() ? tiles.cols : 0};
+  }
   // The thread's part of a row of any length, of which `head` elements lie before the first vector.
   LIGER_DEVICE RowTile<VEC, K> part(int head) const {
     const int64_t whole = (tiles.cols - head) / VEC * VEC, single = index < head ? index : whole + index;

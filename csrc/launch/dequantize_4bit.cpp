@@ -6,7 +6,7 @@
 namespace liger::launch {
 
 Launch dequantize_4bit(const DeviceProfile& device, int64_t rows, int64_t cols, int vec) {
-  Launch launch = row_tiles(device, dequantize_4bit_kernel, {rows, cols, vec, dequantize_4bit_k});
+  Launch launch = row_tiles(device, dequantize_4bit_kernel, {rows, cols, vec, dequantize_4bit_k(vec)});
   launch.plan.smem = 16 * int(sizeof(float));  // the codes
   return launch;
 }

@@ -4,7 +4,10 @@
 
 namespace liger::launch {
 
-constexpr int dequantize_4bit_k = 4;  // vectors of the output that a thread writes, and loads of packed values before the first is used
+// Vectors of `vec` elements that a thread writes. dequantize_4bit_lanes neighbouring threads write 64 values: a usual block, with one
+// scale.
+constexpr int dequantize_4bit_k(int vec) { return vec == 1 ? 4 : 16 / vec; }
+constexpr int dequantize_4bit_lanes = 4;
 
 inline constexpr Kernel dequantize_4bit_kernel("Dequantize4bitKernel", Instance{independent_threads, 1},
                                                Instance{independent_threads, wide});

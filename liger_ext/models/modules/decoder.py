@@ -23,7 +23,8 @@ from liger_ext.models.patching.forwards import find_foreign, source_text
 from liger_ext.models.patching.source import find_calls
 from liger_ext.models.patching.swap import Mixin
 from liger_ext.models.training.checkpoint import checkpoint_run, counting_runs
-from liger_ext.models.training.nodes import fused_linears, norm_linears, norm_mlp
+from liger_ext.models.training.linear import fused_linears
+from liger_ext.models.training.nodes import norm_linears, norm_mlp
 from liger_ext.models.training.recompute import recompute_when_saved, recomputed
 
 
@@ -37,7 +38,7 @@ class Attention(Mixin):
 
     @classmethod
     def wrap_forward(cls, forward: Callable) -> Callable:
-        return runs_in_nodes(forward, cls.USES)
+        return runs_in_nodes(forward, cls.USES, _PROJECTIONS if cls.CALLS_PROJECTIONS else ())
 
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")

@@ -55,11 +55,11 @@ class Gemma4Layer(SandwichLayer):
 
     def _results(self, hidden_states: torch.Tensor, arguments: dict[str, object], others: list) -> torch.Tensor:
         if getattr(self, "hidden_size_per_layer_input", 0):
-            gate, given = project(self, "per_layer_input_gate", hidden_states), arguments["per_layer_input"]
+            (gate,), given = project(self, hidden_states, "per_layer_input_gate"), arguments["per_layer_input"]
             op = MLP.ACTIVATION_OPS.get(type(self.act_fn)) if only_activation_runs(self.act_fn) else None
             fits = op and gate.dtype == given.dtype and gate.shape == given.shape
             gated = recomputed(self, op[0], gate, given, *op[1:]) if fits else self.act_fn(gate) * given
-            projected = project(self, "per_layer_projection", gated)
+            (projected,) = project(self, gated, "per_layer_projection")
             hidden_states = hidden_states + self.post_per_layer_input_norm(projected)
         return hidden_states * self.layer_scalar
 

@@ -4,6 +4,7 @@ module runs transformers' code."""
 
 import math
 import types
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -74,10 +75,10 @@ class MLP:
             return self._run_stock_activation(gate, up)
         return self._run_down(gate, up)
 
-    def _gate_and_up(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the inputs of the gated activation. The projections run in transformers' order, in which dropout in
-        adapters draws its random numbers."""
-        return project(self, self.GATE, x), project(self, self.UP, x)
+    def _gate_and_up(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Returns the inputs of the gated activation. Projections without a node run in transformers' order, in which
+        dropout in adapters draws its random numbers."""
+        return project(self, x, self.GATE, self.UP)
 
     def _run_stock_activation(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return self._down(getattr(self, self.ACTIVATION)(gate) * up)
@@ -91,7 +92,7 @@ class MLP:
     def _down(self, h: torch.Tensor) -> torch.Tensor:
         if self.BEFORE_DOWN is not None:
             h = getattr(self, self.BEFORE_DOWN)(h)
-        result = project(self, self.DOWN, h)
+        (result,) = project(self, h, self.DOWN)
         return result if self.FACTOR is None else result * getattr(self, self.FACTOR)
 
 
@@ -106,7 +107,7 @@ class PackedMLP(MLP):
     }
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
-        return self._run_down(project(self, self.GATE_UP, x))
+        return self._run_down(*project(self, x, self.GATE_UP))
 
 
 class SiluMLP(MLP):
@@ -149,8 +150,8 @@ class ScaledMLP(MLP):
         return super()._run(x) * self.down_multiplier
 
     def _gate_and_up(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        up = project(self, self.UP, x)
-        return project(self, self.GATE, x), up
+        up, gate = project(self, x, self.UP, self.GATE)
+        return gate, up
 
     def _run_stock_activation(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return super()._run_stock_activation(gate * self.gate_multiplier, up)
@@ -202,7 +203,7 @@ class SteepMLP(Clamps, MLP):
         return cls.steep_activation_op(mlp)
 
     def _gate_and_up(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._clamped(*project(self, self.GATE_UP, x).chunk(2, dim=-1))
+        return self._clamped(*project(self, x, self.GATE_UP)[0].chunk(2, dim=-1))
 
 
 class Step3p7MLP(MLP):
@@ -220,7 +221,7 @@ class UngatedMLP(MLP):
     ACTIVATION_OPS: ClassVar[dict[type, tuple]] = dict.fromkeys(_RELU_SQUARED, (functional.relu_squared,))
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
-        return self._run_down(project(self, self.UP, x))
+        return self._run_down(*project(self, x, self.UP))
 
 
 def only_activation_runs(act_fn: nn.Module | None) -> bool:

@@ -4,7 +4,7 @@ autograd nodes. `forward` itself does not change: another object stands in for i
 import ast
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from liger_ext.models.patching.calls import only_forward_runs
 from liger_ext.models.patching.forwards import parse_function
 from liger_ext.models.patching.warn import warn
 from liger_ext.models.training.checkpoint import is_differentiated
-from liger_ext.models.training.linear import why_called
+from liger_ext.models.training.linear import may_fit, why_called
 from liger_ext.models.training.nodes import adapted
 from liger_ext.ops._compile import assume_constant_result
 
@@ -34,7 +34,7 @@ class StandIn:
     def __init__(self, module: nn.Module, names: list[str], results: Mapping[str, Tensor] | None = None) -> None:
         self._module = module
         for name in names:
-            setattr(self, name, functools.partial(adapted, getattr(module, name), training=module.training))
+            setattr(self, name, lambda x, name=name: project(module, x, name)[0])
         for name, result in (results or {}).items():
             setattr(self, name, lambda _, result=result: result)
 
@@ -52,34 +52,35 @@ def call(module: nn.Module, *args: object, **kwargs: object) -> object:
     return cls.forward(StandIn(module, names), *args, **kwargs)
 
 
-def runs_in_nodes(forward: Callable, uses: Uses) -> Callable:
-    """Returns `forward`, a method, whose `self` is a `StandIn` where the module has layers for nodes."""
+def runs_in_nodes(forward: Callable, uses: Uses, joint: tuple[str, ...] = ()) -> Callable:
+    """Returns `forward`, a method, whose `self` is a `StandIn` where the module has layers for nodes. It calls each of
+    the layers `joint` once, with its argument `hidden_states`: they run in one node."""
 
     @functools.wraps(forward)
     def run(self, *args, **kwargs):
         names = fused_names(self, uses)
-        return forward(StandIn(self, names) if names else self, *args, **kwargs)
+        if not names:
+            return forward(self, *args, **kwargs)
+        results = {}
+        if not {*joint}.isdisjoint(names) and None not in map(self._modules.get, joint):
+            results = dict(zip(joint, project(self, args[0] if args else kwargs["hidden_states"], *joint), strict=True))
+        return forward(StandIn(self, names, results), *args, **kwargs)
 
     return run
 
 
-def project(module: nn.Module, name: str, x: Tensor) -> Tensor:
-    """Returns the result of the module's linear layer of this name, by a node if it has an adapter or 4-bit weight."""
-    layer = getattr(module, name)
-    return adapted(layer, x, module.training) if _may_fit(layer) else layer(x)
+def project(module: nn.Module, x: Tensor, *names: str) -> Sequence[Tensor]:
+    """Returns the results of the module's linear layers of these names, by a node if one has an adapter or a 4-bit
+    weight."""
+    return adapted([getattr(module, name) for name in names], x, module.training)
 
 
 def fused_names(module: nn.Module, uses: Uses) -> list[str]:
     """Returns the names of the layers that a `StandIn` of `module` may run in nodes."""
-    names = [name for name in uses.layers if _may_fit(module._modules.get(name))]
+    names = [name for name in uses.layers if may_fit(module._modules.get(name))]
     if not names or not (is_differentiated() or module.training) or (uses.passes_itself and not sees_no_module(module)):
         return []
     return names
-
-
-def _may_fit(layer: nn.Module | None) -> bool:
-    """Returns whether `layer` is a linear layer other than torch's. PEFT's and bitsandbytes' have this attribute."""
-    return type(layer) is not nn.Linear and layer is not None and "in_features" in layer.__dict__
 
 
 def warn_about_adapters(model: nn.Module, patches: tuple[type, ...]) -> None:

@@ -163,14 +163,9 @@ def derives_from(module: nn.Module, name: str) -> bool:
     return any(cls.__name__ == name for cls in type(module).__mro__)
 
 
-def is_plain_linear(module: nn.Module) -> bool:
-    """Returns whether a call of `module` only multiplies by its weight and adds its bias."""
-    return (
-        type(module) is nn.Linear
-        and torch_linear_is_intact()
-        and only_forward_runs(module)
-        and is_plain_tensor(module.weight)
-    )
+def runs_torch_linear(module: nn.Module) -> bool:
+    """Returns whether a call of `module` is torch's `F.linear` with its weight and bias, of any kind."""
+    return type(module) is nn.Linear and torch_linear_is_intact() and only_forward_runs(module)
 
 
 def torch_linear_is_intact() -> bool:

@@ -13,14 +13,18 @@ A node receives its layers as two flat lists, because autograd and the graphs of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
-from liger_ext.models.patching.calls import only_forward_runs
-from liger_ext.models.patching.swap import is_plain_linear, is_plain_tensor, torch_linear_is_intact
+from liger_ext.models.patching.calls import is_exported, only_forward_runs
+from liger_ext.models.patching.swap import is_plain_tensor, runs_torch_linear
+from liger_ext.models.training.checkpoint import is_differentiated
 from liger_ext.models.training.products import ADAPTER_CONSTANTS, LAYER_CONSTANTS, LAYER_PARAMETERS
 from liger_ext.ops.dequantize_4bit import CODES_4BIT
 
@@ -63,23 +67,55 @@ def input_properties(x: Tensor) -> Input:
     return Input(x.dtype, x.device, casts, torch.get_autocast_dtype(kind) if casts else x.dtype)
 
 
+def may_fit(layer: nn.Module | None) -> bool:
+    """Returns whether `layer` is a linear layer other than torch's. PEFT's and bitsandbytes' have this attribute."""
+    return type(layer) is not nn.Linear and layer is not None and "in_features" in layer.__dict__
+
+
 def fused_parts(layer: nn.Module, x: Input) -> Parts | None:
     """Returns the parts of a linear layer, plain, with a 4-bit weight, or with LoRA, whose parameters have the dtype
     and device of the input (under autocast, any dtype but float64). None for any other layer."""
     parts = _parts(layer, x)
     if parts is None:
         return None
-    packs = parts.constants[1] != 0  # no matmul reads the weight itself
-    for index, t in enumerate(parts.parameters):
-        if t is None or 2 <= index < LAYER_PARAMETERS:  # statistics of the weight
+    weight, bias, *others = parts.parameters
+    if parts.constants[1] == 0:  # a matmul reads the weight itself
+        others.append(weight)
+    elif weight.device != x.device or not (parts.constants[1] < 0 or is_plain_tensor(weight)):
+        return None
+    for t in (bias, *others[LAYER_PARAMETERS - 2 :]):  # without the statistics of the weight
+        if t is None:
             continue
-        if t.device != x.device or not (is_plain_tensor(t) or (index == 0 and parts.constants[1] < 0)):
-            return None
         dtype = t.dtype
         differs = torch.float64 in (x.dtype, dtype) if x.casts else dtype != x.dtype
-        if differs and not (packs and index == 0):
+        if differs or t.device != x.device or not is_plain_tensor(t):
             return None
     return parts
+
+
+def fused_linears(
+    x: Tensor, layers: Iterable[nn.Module], training: bool, read: Callable = fused_parts
+) -> list[Parts] | None:
+    """Returns the parts of `layers` that the nodes run. None unless `read` accepts all of these linear layers, and
+    nothing but a backward may follow: no functorch transform, forward-mode derivative or export."""
+    differentiated = is_differentiated()
+    if not (differentiated or training) or x.device.type not in ("cpu", "cuda") or not is_plain_tensor(x):
+        return None
+    if torch.compiler.is_compiling():
+        if not training or is_exported():  # an exported graph contains only public ops
+            return None
+    elif torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return None
+    if any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()):
+        return None  # the mode may replace F.linear, and with it the derivative
+    found, properties = [], input_properties(x)
+    for layer in layers:
+        parts = read(layer, properties)
+        if parts is None:
+            return None
+        found.append(parts)
+    # A reentrant checkpoint's first run, without gradients, must draw the random numbers of the second one.
+    return found if differentiated or any(map(has_dropout, found)) else None
 
 
 def added_parts(layer: nn.Module, x: Input) -> Parts | None:
@@ -111,13 +147,18 @@ def why_called(layer: nn.Module) -> str | None:
         return "with hooks or replaced functions"
     if layer.disable_adapters or layer.merged or any(hasattr(p, "placements") for p in layer.parameters()):
         return None
-    found = [_adapter(layer, name) for name in layer.active_adapters if name in layer.lora_A]
-    return next((reason for reason in found if isinstance(reason, str)), None)
+    for found in (_adapter(layer, name) for name in layer.active_adapters if name in layer.lora_A):
+        if isinstance(found, str):
+            return found
+        if not all(t is None or is_plain_tensor(t) for t in found.parameters):
+            return "with lora_A or lora_B of a tensor subclass"
+    return None
 
 
 def base_layer(layer: nn.Module) -> nn.Module:
     """Returns the module that the `forward` of a LoRA layer calls for the base's result."""
-    return getattr(layer, "quant_linear_module", layer.base_layer)
+    modules = layer._modules
+    return modules["quant_linear_module" if "quant_linear_module" in modules else "base_layer"]
 
 
 def flatten(x: Tensor, layers: Sequence[Parts]) -> tuple[torch.dtype, list[float], list[Tensor | None]]:
@@ -154,12 +195,17 @@ def _parts(layer: nn.Module, x: Input) -> Parts | None:
 
 def _with_adapters(layer: nn.Module, base: Parts) -> Parts | None:
     """Returns the parts of a LoRA layer, from its base layer's; None if an adapter computes more."""
-    adapters = [_adapter(layer, name) for name in layer.active_adapters if name in layer.lora_A]
-    if any(isinstance(adapter, str) for adapter in adapters):
-        return None
-    parameters = [t for adapter in adapters for t in adapter.parameters]
-    constants = [number for adapter in adapters for number in adapter.constants]
-    return Parts((*base.parameters, *parameters), (*base.constants[:-1], float(len(adapters)), *constants))
+    parameters, constants, matrices = list(base.parameters), [*base.constants[:-1], 0.0], layer._modules["lora_A"]
+    for name in layer.active_adapters:
+        if name not in matrices._modules:
+            continue
+        adapter = _adapter(layer, name)
+        if isinstance(adapter, str):
+            return None
+        parameters += adapter.parameters
+        constants += adapter.constants
+        constants[LAYER_CONSTANTS - 1] += 1
+    return Parts(tuple(parameters), tuple(constants))
 
 
 def _adapter(layer: nn.Module, name: str) -> Parts | str:
@@ -167,30 +213,33 @@ def _adapter(layer: nn.Module, name: str) -> Parts | str:
     # DoRA and other variants; they are flags of the layer before PEFT 0.15.
     if name in getattr(layer, "lora_variant", ()) or getattr(layer, "use_dora", {}).get(name, False):
         return "with DoRA or another variant of LoRA"
-    a, b, scaling, dropout = layer.lora_A[name], layer.lora_B[name], layer.scaling[name], layer.lora_dropout[name]
-    if not (is_plain_linear(a) and is_plain_linear(b)):
+    a, b, dropout = (layer._modules[part]._modules[name] for part in ("lora_A", "lora_B", "lora_dropout"))
+    scaling = layer.scaling[name]
+    if not (runs_torch_linear(a) and runs_torch_linear(b)):
         return "with hooks or replaced functions of lora_A or lora_B"
-    if a.bias is not None or not isinstance(scaling, (int, float)):
+    if _parameter(a, "bias") is not None or not isinstance(scaling, (int, float)):
         return "with a bias of lora_A or a scaling that is no number"
     if type(dropout) not in (nn.Dropout, nn.Identity) or not only_forward_runs(dropout):
         return "with another dropout than torch's"
     rate = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
-    a_weight, b_weight = a.weight, b.weight
+    a_weight, b_weight = _parameter(a, "weight"), _parameter(b, "weight")
     if a_weight.dtype != b_weight.dtype or (rate and dropout.inplace):
         return "with lora_A and lora_B of two dtypes, or dropout in place"
-    return Parts((a_weight, b_weight, b.bias), (float(scaling), float(rate)))
+    return Parts((a_weight, b_weight, _parameter(b, "bias")), (float(scaling), float(rate)))
 
 
 def _base_parts(layer: nn.Module, x: Input) -> Parts | None:
     """Returns the parts of a linear layer without an adapter; None if its call computes more."""
-    if is_plain_linear(layer):
-        return Parts((layer.weight, layer.bias, *(None,) * (LAYER_PARAMETERS - 2)), (0.0,) * LAYER_CONSTANTS)
     if type(layer) is nn.Linear:
-        runs = torch_linear_is_intact() and only_forward_runs(layer) and _decodes(layer.weight, x)
-        return Parts((layer.weight, layer.bias, None, None, None, None), (0.0, -1.0, 0.0, 0.0)) if runs else None
+        weight, kind = _parameter(layer, "weight"), 0.0
+        if not is_plain_tensor(weight):
+            kind = -1.0
+        if not runs_torch_linear(layer) or (kind and not _decodes(weight, x)):
+            return None
+        return Parts((weight, _parameter(layer, "bias"), None, None, None, None), (0.0, kind, 0.0, 0.0))
     if (type(layer).__module__, type(layer).__name__) != _BITSANDBYTES or not only_forward_runs(layer):
         return None
-    weight, bias = layer.weight, layer.bias
+    weight, bias = _parameter(layer, "weight"), _parameter(layer, "bias")
     state = getattr(weight, "quant_state", None) or layer.quant_state  # FSDP's gathered weight has none
     if state is None or getattr(state, "packing_format_for_cpu", False) or state.quant_type not in CODES_4BIT:
         return None
@@ -206,6 +255,12 @@ def _base_parts(layer: nn.Module, x: Input) -> Parts | None:
     bias = None if bias is None else bias.to(x.matmul_dtype)
     blocks = CODES_4BIT[state.quant_type], state.blocksize, state.state2.blocksize if state.nested else 256
     return Parts((weight.data, bias, *statistics), (*map(float, blocks), 0.0))
+
+
+def _parameter(module: nn.Module, name: str) -> Tensor | None:
+    """Returns `getattr(module, name)`, which takes four times as long for a parameter."""
+    parameters = module._parameters
+    return parameters[name] if name in parameters else getattr(module, name)
 
 
 def _decodes(weight: Tensor, x: Input) -> bool:

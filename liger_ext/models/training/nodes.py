@@ -1,4 +1,4 @@
-"""Autograd nodes for a norm and the attention's projections, for a norm and the MLP, and for a linear layer with LoRA.
+"""Autograd nodes for a norm and the attention's projections, for a norm and the MLP, and for linear layers with LoRA.
 They decide which tensors they save.
 
 torch's linear layers save their inputs. Among these are the norms' outputs and h = silu(gate) * up: in a Llama a third
@@ -22,27 +22,20 @@ recomputes tensors for the backward, and ends before the MLP.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
 from liger_ext import _C
-from liger_ext.models.patching.calls import is_exported
-from liger_ext.models.patching.swap import is_plain_tensor
-from liger_ext.models.training.checkpoint import is_differentiated
 from liger_ext.models.training.graph_ops import differentiable_once, graph_op, without_autocast
 from liger_ext.models.training.linear import (
     Parts,
     added_parts,
     base_layer,
     flatten,
-    fused_parts,
-    has_dropout,
-    input_properties,
+    fused_linears,
+    may_fit,
 )
 from liger_ext.models.training.products import (
     Dropout,
@@ -102,17 +95,21 @@ def norm_mlp(
     return applied(_NormMLP, eps, layers, memory, is_read, attention, stream, norm.weight, *parameters)
 
 
-def adapted(layer: nn.Module, x: Tensor, training: bool) -> Tensor:
-    """Computes ``layer(x)``, as one node if `fused_linears` accepts the layer. Of another LoRA layer, the base layer is
-    called, and a node adds the adapters."""
-    linears, base = fused_linears(x, (layer,), training), None
+def adapted(layers: Sequence[nn.Module], x: Tensor, training: bool) -> Sequence[Tensor]:
+    """Computes ``layer(x)`` for each layer: in one node if `fused_linears` accepts all, else one by one. Of another
+    LoRA layer, the base layer is called, and a node adds the adapters."""
+    if not any(map(may_fit, layers)):
+        return [layer(x) for layer in layers]
+    linears, base = fused_linears(x, layers, training), None
+    if linears is None and len(layers) > 1:
+        return [out for layer in layers for out in adapted((layer,), x, training)]
     if linears is None:
-        linears = fused_linears(x, (layer,), training, added_parts)
+        linears = fused_linears(x, layers, training, added_parts)
         if linears is None:
-            return layer(x)
-        base = adapted(base_layer(layer), x, training)
-    *layers, parameters = flatten(x, linears)
-    return applied(_Adapted, layers, base, x, *parameters)
+            return [layers[0](x)]
+        (base,) = adapted((base_layer(layers[0]),), x, training)
+    *arguments, parameters = flatten(x, linears)
+    return applied(_Adapted, arguments, base, x, *parameters)
 
 
 _LAYERS = "ScalarType dtype, float[] constants, Tensor?[] parameters"  # from `linear.flatten`
@@ -122,37 +119,39 @@ _NORM_LAYERS = "float eps, " + _LAYERS  # the last arguments of each op with a n
 class _Adapted(torch.autograd.Function):
     @staticmethod
     def forward(ctx, layers, base, x, *parameters):
-        out, low, factors = _adapted(x, base, *layers, parameters)
+        low, factors, *outs = _adapted(x, base, *layers, parameters)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, _some(low), _some(factors), *_detached(parameters))
         ctx.layers = layers
-        return out
+        return tuple(outs)
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, dout):
+    def backward(ctx, *douts):
         x, low, factors, *parameters = ctx.saved_tensors
         need_base, *needs = ctx.needs_input_grad[1:]
-        gradients = _adapted_backward(dout, x, low, factors, needs, *ctx.layers, parameters)
+        gradients = _adapted_backward(douts, x, low, factors, needs, *ctx.layers, parameters)
         gradients = [g if need else None for g, need in zip(gradients, needs, strict=True)]
-        return None, dout if need_base else None, *gradients
+        return None, douts[0] if need_base else None, *gradients
 
 
 @graph_op("Tensor x, Tensor? base, " + _LAYERS)
 def _adapted(x, base, dtype, constants, parameters):
     layers, seed, factors = unpack(dtype, constants, parameters)
     if base is not None:
-        return *add_adapters(base, x.to(dtype), *layers, Dropout(seed)), factors
-    (out,), low = linears(x.to(dtype), layers, Dropout(seed))
-    return out, low, factors
+        out, low = add_adapters(base, x.to(dtype), *layers, Dropout(seed))
+        return low, factors, out
+    outs, low = linears(x.to(dtype), layers, Dropout(seed))
+    return low, factors, *outs
 
 
-@graph_op("Tensor dout, Tensor x, Tensor? low, Tensor? factors, bool[] needs, " + _LAYERS)
+@graph_op("Tensor?[] douts, Tensor x, Tensor? low, Tensor? factors, bool[] needs, " + _LAYERS)
 @without_autocast
-def _adapted_backward(dout, x, low, factors, needs, dtype, constants, parameters):
+def _adapted_backward(douts, x, low, factors, needs, dtype, constants, parameters):
     need_x, *needs = needs
     layers, seed, _ = unpack(dtype, constants, parameters, factors)
-    dout, y = dout.to(dtype), x.to(dtype)
-    return _linears_backward([dout], y, low, layers, needs, Dropout(seed), x if need_x else None)
+    douts = [None if dout is None else dout.to(dtype) for dout in douts]
+    return _linears_backward(douts, x.to(dtype), low, layers, needs, Dropout(seed), x if need_x else None)
 
 
 class _NormLinears(torch.autograd.Function):
@@ -357,31 +356,6 @@ def _added(sums: list[Tensor | None] | None, gradients: list[Tensor | None]) -> 
 def _norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     y, rstd = _rms_norm(x, weight, eps, *_NORM)
     return y.to(dtype), rstd
-
-
-def fused_linears(
-    x: Tensor, layers: Iterable[nn.Module], training: bool, read: Callable = fused_parts
-) -> list[Parts] | None:
-    """Returns the parts of `layers` that the nodes run. None unless `read` accepts all of these linear layers, and
-    nothing but a backward may follow: no functorch transform, forward-mode derivative or export."""
-    differentiated = is_differentiated()
-    if not (differentiated or training) or x.device.type not in ("cpu", "cuda") or not is_plain_tensor(x):
-        return None
-    if torch.compiler.is_compiling():
-        if not training or is_exported():  # an exported graph contains only public ops
-            return None
-    elif torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return None
-    if any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()):
-        return None  # the mode may replace F.linear, and with it the derivative
-    found, properties = [], input_properties(x)
-    for layer in layers:
-        parts = read(layer, properties)
-        if parts is None:
-            return None
-        found.append(parts)
-    # A reentrant checkpoint's first run, without gradients, must draw the random numbers of the second one.
-    return found if differentiated or any(map(has_dropout, found)) else None
 
 
 def _detached(parameters: Iterable[Tensor | None]) -> list[Tensor | None]:

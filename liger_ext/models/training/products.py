@@ -51,7 +51,7 @@ class Layer(NamedTuple):
     weight: Tensor | None
     bias: Tensor | None
     statistics: Sequence[Tensor | None]  # absmax, absmax_code, absmax_scales, absmax_offset of `dequantize_4bit`
-    blocks: tuple[int, ...]  # its code, blocksize (0, -1: the weight is not packed) and absmax_blocksize
+    blocks: list[int]  # its code, blocksize (0, -1: the weight is not packed) and absmax_blocksize
     adapters: list[Adapter]
     at: int  # the index of `weight` among the node's parameters
 
@@ -102,20 +102,21 @@ def unpack(
 
     The factors are the matrices of all adapters, cast to `dtype`, in one tensor; None if they have this dtype. A
     backward passes those of the forward."""
-    layers, found, numbers, at = [], [], iter(constants), 0
+    layers, found, at, number = [], [], 0, 0
     while at < len(parameters) - 1:
-        *blocks, count = (int(next(numbers)) for _ in range(LAYER_CONSTANTS))
+        *blocks, count = map(int, constants[number : number + LAYER_CONSTANTS])
         weight, bias, *statistics = parameters[at : at + LAYER_PARAMETERS]
-        layers.append(Layer(weight, bias, statistics, tuple(blocks), [], at))
-        at += LAYER_PARAMETERS
+        layers.append(Layer(weight, bias, statistics, blocks, [], at))
+        at, number = at + LAYER_PARAMETERS, number + LAYER_CONSTANTS
         for _ in range(count):
-            found.append((layers[-1], *parameters[at : at + ADAPTER_PARAMETERS], next(numbers), next(numbers), at))
-            at += ADAPTER_PARAMETERS
-    matrices = [matrix for _, a, b, *_ in found for matrix in (a, b)]
+            found.append((layers[-1].adapters, at, number))
+            at, number = at + ADAPTER_PARAMETERS, number + ADAPTER_CONSTANTS
+    matrices = [parameters[at + factor] for _, at, _ in found for factor in (0, 1)]
     casts, factors = _cast(matrices, dtype, factors)
-    for stream, (layer, a, _, bias, scaling, rate, number) in enumerate(found):
-        cast_a, cast_b = casts[2 * stream : 2 * stream + 2]
-        layer.adapters.append(Adapter(cast_a, cast_b, bias, scaling, rate, a.dtype, number, stream))
+    for stream, (adapters, at, number) in enumerate(found):
+        a, _, bias = parameters[at : at + ADAPTER_PARAMETERS]
+        scaling, rate = constants[number : number + ADAPTER_CONSTANTS]
+        adapters.append(Adapter(casts[2 * stream], casts[2 * stream + 1], bias, scaling, rate, a.dtype, at, stream))
     return layers, parameters[-1], factors
 
 
@@ -123,10 +124,10 @@ def _cast(matrices: list[Tensor], dtype: torch.dtype, factors: Tensor | None) ->
     """Returns matrices in `dtype`, and the tensor that contains them if they were cast, all by one kernel."""
     if all(matrix.dtype == dtype for matrix in matrices):
         return matrices, None
-    sizes, is_new = [matrix.numel() for matrix in matrices], factors is None
+    is_new = factors is None
     if is_new:
-        factors = matrices[0].new_empty(sum(sizes), dtype=dtype)
-    casts = [part.view(m.shape) for part, m in zip(factors.split_with_sizes(sizes), matrices, strict=True)]
+        factors = matrices[0].new_empty(sum(matrix.numel() for matrix in matrices), dtype=dtype)
+    casts = torch._C._nn.unflatten_dense_tensors(factors, matrices)
     if is_new:
         torch._foreach_copy_(casts, matrices)
     return casts, factors
