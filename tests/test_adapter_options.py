@@ -171,6 +171,27 @@ def test_gradients_of_fp32_adapters_are_rounded_once(device):
     assert any(not torch.equal(g, g.bfloat16().float()) for g in gradients)
 
 
+@pytest.mark.cuda
+def test_replays_of_a_graph_draw_new_masks():
+    """A replay of a captured step computes the bits of a step from the same state of the random generator."""
+    model, batch = patched(adapted("dropout", torch.float32).cuda()), make_batch("cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        step(model, batch)
+    torch.cuda.synchronize()
+    graph, losses = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        captured = step(model, batch)
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        graph.replay()
+        replayed = {name: value.clone() for name, value in captured.items()}
+        torch.manual_seed(seed)
+        for name, expected in step(model, batch).items():
+            assert torch.equal(replayed[name], expected), name
+        losses.append(replayed["loss"])
+    assert torch.equal(losses[0], losses[1]) and not torch.equal(losses[1], losses[2])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case, backend, checkpoints",

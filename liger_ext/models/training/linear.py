@@ -78,12 +78,13 @@ def fused_parts(layer: nn.Module, x: Input) -> Parts | None:
     parts = _parts(layer, x)
     if parts is None:
         return None
-    weight, bias, *others = parts.parameters
+    weight, bias = parts.parameters[:2]
+    read = bias, *parts.parameters[LAYER_PARAMETERS:]  # without the statistics of the weight
     if parts.constants[1] == 0:  # a matmul reads the weight itself
-        others.append(weight)
+        read = weight, *read
     elif weight.device != x.device or not (parts.constants[1] < 0 or is_plain_tensor(weight)):
         return None
-    for t in (bias, *others[LAYER_PARAMETERS - 2 :]):  # without the statistics of the weight
+    for t in read:
         if t is None:
             continue
         dtype = t.dtype
