@@ -1,8 +1,8 @@
 """Reports this machine and the parts of liger_ext that run on it, and tests every op on it against float64.
 
-``python -m liger_ext`` prints the report. ``python -m liger_ext doctor`` adds the launch plans of each op at the sizes
-of an 8B Llama, the numbers of tokens for which the fused loss fits in memory, and the self-test. It ends with OK, or
-with the problems and their remedies.
+``python -m liger_ext`` prints the report. ``python -m liger_ext doctor`` adds the numbers of tokens for which the
+fused loss of an 8B Llama fits in memory, with ``--verbose`` the launch plans of its ops, and the self-test. It ends
+with OK, or with the problems and their remedies.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def plan_lines(profile: _C.DeviceProfile) -> list[dict[str, Any]]:
     ]
 
 
-def _print_plans(title: str, profile: _C.DeviceProfile, free: int) -> None:
+def _print_plans(title: str, profile: _C.DeviceProfile) -> None:
     print(f"\nPlans for {title}: {_llama.SHAPE}")
     for op, launches in _llama.plans(profile):
         shown = []
@@ -181,14 +181,19 @@ def _print_plans(title: str, profile: _C.DeviceProfile, free: int) -> None:
             cluster = f" in clusters of {plan.cluster}" if plan.cluster > 1 else ""
             shown.append(f"{launch.kernel} {plan.grid:,} x {plan.block}{cluster}")
         print(f"  {op:36}{', '.join(shown)}")
-    print(f"\nMemory of the fused loss, forward and backward, with x, the head and their gradients; {_gib(free)} free")
+
+
+def _print_memory(title: str, profile: _C.DeviceProfile, free: int) -> None:
+    sizes = f"hidden size {_llama.HIDDEN:,}, vocabulary {_llama.VOCAB:,}, bfloat16"
+    print(f"\nFused loss on {title}: memory of one call, forward and backward, with its inputs and their gradients")
+    print(f"  {sizes}; {_gib(free)} free")
     for level, found in _llama.tokens_at_each_level(profile, free).items():
         taken = f"{_llama.TOKENS:,} tokens take {_gib(found['bytes'], 1)}"
-        most = f"at most {found['tokens']:,} tokens fit"
+        most = f"a call of at most {found['tokens']:,} tokens fits"
         at_a_time = f"{found['rows']:,} rows of logits at a time"
         if found["stored"] < 1:
             at_a_time = f"{found['stored']:.0%} of their gradient stored, the rest recomputed"
-        print(f"  {'memory=' + repr(level):36}{taken}, {most}, {at_a_time}")
+        print(f"  {'memory=' + repr(level):36}{taken}, {at_a_time}; {most}")
 
 
 def self_test(device: str) -> list[dict[str, Any]]:
@@ -247,9 +252,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command")
     doctor = commands.add_parser(
         "doctor",
-        description="Reports what runs on this machine, prints launch plans and tests every op against float64.",
+        description="Reports what runs on this machine, and tests every op against float64.",
         epilog=f"Exit status: {statuses}.",
     )
+    doctor.add_argument("--verbose", action="store_true", help="also print the launch plans of each op")
     doctor.add_argument("--json", action="store_true", help="print everything as one JSON object")
     doctor.add_argument("--profile", metavar="NAME", help="show the plans for another GPU, without a self-test")
     _loss_report.add_arguments(doctor)
@@ -269,7 +275,8 @@ def _report_profile(name: str, as_json: bool) -> int:
     memory, shared = _gib(profile.memory_bytes), profile.shared_per_block_optin // 1024
     print(f"{profile.name}: {profile.architecture}, {_facts(profile)}, {memory}, {shared} KiB of shared memory a block")
     print(f"{_CODE[code]}{f': {_fit.rebuild(profile.architecture)}' if code == 'nothing' else ''}")
-    _print_plans(profile.name, profile, profile.memory_bytes)
+    _print_plans(profile.name, profile)
+    _print_memory(profile.name, profile, profile.memory_bytes)
     return 0
 
 
@@ -277,13 +284,16 @@ def _usable() -> list[_devices.Device]:
     return [device for device in _devices.devices() if device.profile and device.code != "nothing"]
 
 
-def _doctor(as_json: bool) -> int:
+def _doctor(as_json: bool, verbose: bool) -> int:
     usable = _usable()
     names = ["cpu", *(f"cuda:{device.index}" for device in usable)]
     if not as_json:
         _print_report()
         for device in {device.name: device for device in reversed(usable)}.values():  # the first of several equal GPUs
-            _print_plans(f"{device.index}: {device.name}", device.profile, device.free_bytes)
+            title = f"{device.index}: {device.name}"
+            if verbose:
+                _print_plans(title, device.profile)
+            _print_memory(title, device.profile, device.free_bytes)
         if not usable:
             print("\nNo GPU here that liger_ext can use: --profile NAME shows the plans for another.")
     tested = {name: self_test(name) for name in names}
@@ -350,7 +360,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.loss is None and (chosen.dtype or chosen.reduction):
         parser.error("--dtype and --reduction describe the call of --loss ROWS HIDDEN VOCAB, which is missing")
     if chosen.profile is None and chosen.loss is None:
-        return _doctor(chosen.json)
+        return _doctor(chosen.json, chosen.verbose)
     try:
         if chosen.loss is None:
             return _report_profile(chosen.profile, chosen.json)

@@ -3,10 +3,12 @@
 import copy
 import functools
 import gc
+import importlib.metadata
 import os
 import sys
 import warnings
 import weakref
+from importlib.machinery import ModuleSpec
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 import liger_ext
-from liger_ext import apply_liger_kernel_to_llama
+from liger_ext import apply_liger_kernel_to_llama, liger_kernel
 from liger_ext.models.patching import forwards
 
 PATCHED = ("LlamaForCausalLM", "LlamaDecoderLayer", "LlamaAttention", "LlamaMLP", "LlamaRMSNorm")
@@ -273,14 +275,28 @@ def test_with_globals_keeps_decorators():
         assert forwards.with_globals(lambda: (len(PATCHED), os), os=3)() == (0, 3)
 
 
-@pytest.mark.parametrize("found, outcome", [("4.51.2", "error"), ("4.51.3", "silence"), ("5.25.0.dev0", "warning")])
+@pytest.mark.parametrize(
+    "found, outcome", [(None, "missing"), ("4.51.2", "error"), ("4.51.3", "silence"), ("5.25.0.dev0", "warning")]
+)
 def test_versions_of_transformers(monkeypatch, found, outcome):
     from liger_ext import models
 
-    monkeypatch.setattr("importlib.metadata.version", lambda package: found)
+    def version(package):
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return found
+
+    monkeypatch.setattr("importlib.metadata.version", version)
     models.check_transformers.cache_clear()
     try:
-        if outcome == "error":
+        if outcome == "missing":
+            for find in (
+                liger_ext,
+                liger_kernel._Loader().create_module(ModuleSpec("liger_kernel.transformers", None)),
+            ):
+                with pytest.raises(ImportError, match=r"pip install 'liger_ext\[transformers\]'"):
+                    find.apply_liger_kernel_to_llama  # noqa: B018
+        elif outcome == "error":
             with pytest.raises(ImportError, match=r"4\.51\.3 to 5\.24, but 4\.51\.2 is installed"):
                 liger_ext.apply_liger_kernel_to_llama  # noqa: B018
         elif outcome == "warning":

@@ -212,6 +212,17 @@ def test_what_is_missing_gets_a_sentence(settings, words, source, tmp_path):
 CLANG = shutil.which("clang++-19")
 
 
+@pytest.mark.skipif(bool(torch.version.cuda or torch.version.hip), reason="needs a torch for CPUs")
+@pytest.mark.parametrize("gpu", ["auto", "cuda"])
+def test_by_default_a_torch_for_cpus_gets_no_gpu_library(gpu, tmp_path):
+    if gpu == "cuda" and not NVCC:
+        pytest.skip("needs nvcc")
+    said = run("cmake", "-G", "Ninja", "-S", ROOT, "-B", tmp_path, f"-DPython_EXECUTABLE={sys.executable}",
+               f"-DLIGER_EXT_GPU={gpu}", cwd=tmp_path)  # fmt: skip
+    is_built = "libliger_ext_cuda.so" in (tmp_path / "build.ninja").read_text()
+    assert (is_built, "is built for CPUs alone" in said) == ((False, True) if gpu == "auto" else (True, False))
+
+
 @pytest.mark.parametrize(
     ("gpu", "archs", "words"),
     [

@@ -22,6 +22,7 @@ import types
 from pathlib import Path
 
 import liger_ext
+from liger_ext.models import check_transformers
 from liger_ext.models.model_types import FUNCTION_TYPES
 from liger_ext.models.patching.swap import PatchHandle
 
@@ -158,6 +159,8 @@ def _find(module: str, name: str) -> object:
     """Returns the object that `module` has under `name`."""
     if f"{module}.{name}" in MODULES:
         return importlib.import_module(f"{module}.{name}")
+    if name in _PATCHES or _FILE_BY_NAME.get(name) == "transformers":
+        check_transformers()
     if name in _FILE_BY_NAME:
         return getattr(importlib.import_module(f"{__name__}.{_FILE_BY_NAME[name]}"), name)
     if name in _PATCHES:

@@ -39,7 +39,10 @@ def check_transformers() -> None:
     try:
         found = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
-        raise ImportError(f"liger_ext patches models of {supported}, which is not installed") from None
+        raise ImportError(
+            f"liger_ext patches models of {supported}, which is not installed: pip install 'liger_ext[transformers]', "
+            "or '.[transformers]' in liger_ext's sources"
+        ) from None
     release = _release(found)
     if release < _release(OLDEST_TRANSFORMERS):
         raise ImportError(f"liger_ext needs {supported}, but {found} is installed. Upgrade transformers.")
