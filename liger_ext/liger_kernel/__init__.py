@@ -95,7 +95,7 @@ def install() -> PatchHandle:
         _set_available(True)
     _installed += 1
     handle = PatchHandle()
-    handle.callback(_uninstall)
+    handle.on_revert(_uninstall)
     return handle
 
 

@@ -8,6 +8,7 @@ of known code needs no line here. `liger_ext.models.model_types` lists the model
 with the arguments of each function.
 """
 
+import contextlib
 import importlib
 import inspect
 import logging
@@ -30,7 +31,7 @@ from liger_ext.models.modules.loss import MEMORY_LEVELS, causal_lm_cross_entropy
 from liger_ext.models.modules.mlp import MLP
 from liger_ext.models.modules.norms import LayerNorm, Norm
 from liger_ext.models.modules.stand_in import warn_about_adapters
-from liger_ext.models.patches import find_llama_patch, find_patch, is_left_alone, logits_size, stock_classes
+from liger_ext.models.patches import find_llama_patch, find_patch, is_left_alone, is_norm, logits_size, stock_classes
 from liger_ext.models.patching.classes import source_class, stock_class
 from liger_ext.models.patching.names import MODELS, find_class_by_name
 from liger_ext.models.patching.swap import PatchHandle, on_construction, swap_classes
@@ -149,7 +150,7 @@ def apply(
             rest = _claim_modules(_SWITCHES[kind], switches, are_patched, handle, earlier)
             swap_classes(rest, patch, handle)
             if kind is CausalLM:
-                handle.callback(restore_heads, weakref.WeakSet(rest))
+                handle.on_revert(restore_heads, weakref.WeakSet(rest))
             if as_liger_kernel:
                 mark(rest, handle)
         heads = [m for m in modules if hasattr(m, "lm_head") and isinstance(m, PreTrainedModel)]
@@ -161,7 +162,9 @@ def apply(
                 module.adopt_checkpoint_function()
         return earlier
 
-    with PatchHandle() as handle:  # an exception reverts the changes made so far
+    handle = PatchHandle(model)
+    with contextlib.ExitStack() as on_error:
+        on_error.callback(handle.revert)
         if model is None:
             for cls in _model_classes(model_type):
                 # The first hook decides, since later ones find the model patched. So the hook of the latest call goes
@@ -182,7 +185,10 @@ def apply(
                 f"{type(model).__name__} holds no {model_type} model to patch; "
                 "apply_liger_kernel_to_instance(model) takes a model of any type"
             )
-        return handle.pop_all()
+        on_error.pop_all()
+    if model is not None and _logger.isEnabledFor(logging.INFO):
+        importlib.import_module("liger_ext.models.summary").log(handle)  # it imports this module
+    return handle
 
 
 _logger = logging.getLogger("liger_ext")
@@ -251,14 +257,9 @@ def _taken(patch: type[nn.Module], modules: list[nn.Module]) -> list[nn.Module]:
     if issubclass(patch, DecoderLayer):
         norms = {module: getattr(module, patch.NORM, None) for module in taken}
         norm_by_class = {type(norm): norm for norm in norms.values()}
-        ours = {cls for cls, norm in norm_by_class.items() if _is_norm(norm)}
+        ours = {cls for cls, norm in norm_by_class.items() if is_norm(norm)}
         return [module for module, norm in norms.items() if type(norm) in ours]
     return taken
-
-
-def _is_norm(module: object) -> bool:
-    """Returns whether `module` is a norm that is patched or can be."""
-    return any(issubclass(patch, Norm) for patch in map(find_patch, stock_classes([module])) if patch)
 
 
 def holds_known_code(model: nn.Module) -> bool:

@@ -20,6 +20,7 @@ from transformers.loss import loss_utils
 from liger_ext.models import llama
 from liger_ext.models.modules.causal_lm import CausalLM, CausalLMInside
 from liger_ext.models.modules.decoder import Attention, DecoderLayer
+from liger_ext.models.modules.norms import Norm
 from liger_ext.models.modules.rope import known_rope
 from liger_ext.models.patching.calls import is_patch
 from liger_ext.models.patching.classes import defines_forward, passes_on, pickled_as, stock_class
@@ -151,6 +152,11 @@ def logits_size(model: PreTrainedModel) -> str:
     size, name = 1000 * vocab * dtype.itemsize / 2**20, str(dtype).removeprefix("torch.")
     head = type(model).__name__
     return f"; {head} trains with all logits, {size:,.0f} MiB for 1,000 tokens (vocabulary {vocab:,}, {name})"
+
+
+def is_norm(module: object) -> bool:
+    """Returns whether `module` is a norm that is patched or can be."""
+    return any(issubclass(patch, Norm) for patch in map(find_patch, stock_classes([module])) if patch)
 
 
 def stock_classes(modules: Iterable[nn.Module]) -> list[type[nn.Module]]:

@@ -29,17 +29,31 @@ _ROW_TUNERS = """
 _ROW_FOLDERS = frozenset(_ROW_TUNERS.split())
 
 
+def vocabulary(head: nn.Module) -> int | None:
+    """Returns the number of columns of the logits of a head, or of a head inside a wrapper of PEFT; None: not known."""
+    found = getattr(getattr(head, "original_module", head), "out_features", None)
+    return found if isinstance(found, int) else None
+
+
+def all_rows_reason(head: nn.Module) -> str | None:
+    """Returns why `head` must compute the logits of all rows by one call; None: of some rows at a time."""
+    if vocabulary(head) is None:
+        return "it has no out_features"
+    if not all(map(is_called_bare, head.modules())):
+        return "it has a hook, which must receive all logits"
+    if any(hasattr(parameter, "placements") for parameter in head.parameters()):
+        return "its weights are sharded"
+    modules = {cls.__module__ for m in head.modules() for cls in type(m).__mro__ if cls.__module__.startswith(_TUNERS)}
+    tuners = sorted({module.split(".")[2] for module in modules} - _ROW_FOLDERS)
+    return f"PEFT's {tuners[0]} needs all rows" if tuners else None
+
+
 def rows_at_a_time(head: nn.Module, hidden_states: Tensor, memory: str | int | None) -> int | None:
     """Returns the number of rows of a chunk of logits; None if all rows must exist at once, or fit."""
-    vocab = getattr(getattr(head, "original_module", head), "out_features", None)  # of PEFT's wrappers, or of the head
-    if not isinstance(vocab, int) or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return None
-    if forward_ad._current_level >= 0 or not all(map(is_called_bare, head.modules())):
-        return None  # a user's hook must receive all logits
-    if any(hasattr(parameter, "placements") for parameter in head.parameters()):
-        return None
-    tuners = {cls.__module__ for m in head.modules() for cls in type(m).__mro__ if cls.__module__.startswith(_TUNERS)}
-    if any(module.split(".")[2] not in _ROW_FOLDERS for module in tuners):
+    vocab = vocabulary(head)
+    if all_rows_reason(head) is not None:
         return None
     rows, hidden = hidden_states.shape
     dtype, device = hidden_states.dtype, device_index(hidden_states.device)

@@ -129,7 +129,7 @@ class CausalLM(Mixin):
         labels, shift_labels = arguments.get("labels"), arguments.get("shift_labels")
         has_labels = labels is not None or shift_labels is not None
         unread = next((name for name in self.UNREAD if arguments.get(name) is not None), None)
-        against = _stock_reason(self) or (unread and f"transformers' forward may rename {unread}: pass its new name")
+        against = self.stock_reason() or (unread and f"transformers' forward may rename {unread}: pass its new name")
         log_probs_options = take_options(arguments, has_labels, against)
         if skip_logits is None:
             skip_logits = has_labels and (self.training or log_probs_options is not None)
@@ -186,6 +186,13 @@ class CausalLM(Mixin):
         )
         return output(**self._results(results, arguments))
 
+    def stock_reason(self) -> str | None:
+        """Returns why transformers' own forward must run, whatever its arguments are; None if ours may run."""
+        if exports_onnx():
+            return "torch.onnx exports the unpatched model, which does not return them"
+        own = "model.loss_function is the user's own, which is given logits: set it to transformers' ForCausalLMLoss"
+        return None if self.loss_function in _LOSSES else own
+
     def _loss_memory(self, hidden_states: torch.Tensor) -> str:
         """Returns this model's level of memory for its loss, mostly with the bytes that the loss may use without a
         higher peak of the step: the size of the gradients of gate, up and hidden states in a layer's backward, which
@@ -212,15 +219,6 @@ class CausalLM(Mixin):
         return results
 
 
-def _stock_reason(model: nn.Module) -> str | None:
-    """Returns the reason why transformers' own forward must run, whatever its arguments are; None if ours may run."""
-    if exports_onnx():
-        return "torch.onnx exports the unpatched model, which does not return them"
-    if model.loss_function not in _LOSSES:
-        return "model.loss_function is the user's own, which is given logits: set it to transformers' ForCausalLMLoss"
-    return None
-
-
 _LOSSES = ForCausalLMLoss, causal_lm_cross_entropy
 _LOSS_ARGUMENTS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
 _LOSS_OPTIONS = (*VALUE_OPTIONS, *OUTPUT_OPTIONS, *FUSED_OPTIONS)
@@ -229,11 +227,9 @@ _LOSS_OPTIONS = (*VALUE_OPTIONS, *OUTPUT_OPTIONS, *FUSED_OPTIONS)
 class BambaCausalLM(CausalLM):
     """Bamba. With `z_loss_coefficient` the loss has a term of all positions' logits, so that these must exist."""
 
-    def _forward(self, arguments: dict[str, object], skip_logits: bool | None) -> ModelOutput:
-        if self.z_loss_coefficient > 0:
-            take_options(arguments, True, "with a z_loss_coefficient its loss has another term")
-            return super(CausalLM, self).forward(**arguments)
-        return super()._forward(arguments, skip_logits)
+    def stock_reason(self) -> str | None:
+        own = "with a z_loss_coefficient its loss has another term" if self.z_loss_coefficient > 0 else None
+        return super().stock_reason() or own
 
 
 class MoshiCausalLM(CausalLM):
@@ -304,13 +300,17 @@ class CausalLMInside(Mixin):
         output, _ = _stock_output(stock)
         cls.OUTPUT, cls.OUTPUT_WITHOUT = liger_output(output), _outputs_without(output)
 
+    def stock_reason(self) -> str | None:
+        inner = self.language_model
+        if not isinstance(inner, CausalLM):
+            return "its language model is not patched"
+        return CausalLM.stock_reason(self) or inner.stock_reason()
+
     def _forward(self, arguments: dict[str, object], skip_logits: bool | None) -> ModelOutput:
         """Computes transformers' forward, with the arguments and rules of the patched `LlamaForCausalLM.forward`."""
         labels, shift_labels = arguments.get("labels"), arguments.get("shift_labels")
         has_labels = labels is not None or shift_labels is not None
-        inner = self.language_model
-        ours = isinstance(inner, CausalLM)
-        against = (_stock_reason(self) or _stock_reason(inner)) if ours else "its language model is not patched"
+        inner, against = self.language_model, self.stock_reason()
         log_probs_options = take_options(arguments, has_labels, against)
         if skip_logits is None:
             skip_logits = self.training and has_labels

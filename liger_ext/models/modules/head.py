@@ -43,20 +43,36 @@ class Linear(nn.Linear):
         return loss(input, self.weight, self.bias)
 
 
-def loss_caller(head: nn.Module) -> Callable[..., tuple] | None:
-    """Returns a function that calls `head`, with the arguments `(hidden_states, loss=loss)`. None if the head is more
-    than a linear layer (LoRA, quantised weights), or a user's hook on its call expects logits."""
+def called_reason(head: nn.Module) -> str | None:
+    """Returns why `head` must be called for its logits: it is more than a linear layer (LoRA, quantised weights), or a
+    user's hook on its call expects logits. None: its call may compute the loss."""
     path = _path(head)
     inner = path[-1]
-    if not _is_linear(inner) or not _has_plain_weight(inner) or not torch_linear_is_intact():
+    if not _is_linear(inner):
+        return f"it is a {type(inner).__module__}.{type(inner).__name__}"
+    if not _has_plain_weight(inner):
+        return f"its weight is of class {type(inner.weight).__name__}"
+    if not torch_linear_is_intact():
+        return "torch's function of linear layers was replaced"
+    return None if _runs_bare(path) or all(map(_takes_a_loss, path)) else "it has a hook, or a replaced function"
+
+
+def loss_caller(head: nn.Module) -> Callable[..., tuple] | None:
+    """Returns a function that calls `head`, with the arguments `(hidden_states, loss=loss)`. None if `called_reason`
+    has one."""
+    if called_reason(head) is not None:
         return None
-    if all(map(only_forward_runs, path)) and not any(map(is_fsdp1, path)):
+    path = _path(head)
+    inner = path[-1]
+    if _runs_bare(path):
         return partial(Linear.forward, inner)
-    if not all(map(_takes_a_loss, path)):
-        return None
     if not isinstance(inner, Linear):
         _swap_head(inner)
     return head  # wrappers pass on their arguments
+
+
+def _runs_bare(path: list[nn.Module]) -> bool:
+    return all(map(only_forward_runs, path)) and not any(map(is_fsdp1, path))
 
 
 _handles: weakref.WeakKeyDictionary[nn.Module, PatchHandle] = weakref.WeakKeyDictionary()  # of swapped heads

@@ -4,7 +4,7 @@ autograd nodes. `forward` itself does not change: another object stands in for i
 import ast
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -83,16 +83,22 @@ def fused_names(module: nn.Module, uses: Uses) -> list[str]:
     return names
 
 
-def warn_about_adapters(model: nn.Module, patches: tuple[type, ...]) -> None:
-    """Warns once of the layers of `model` whose adapters run PEFT's code, for each reason with their number. `patches`
-    are the patches that run layers in nodes."""
+def adapters(model: nn.Module, patches: tuple[type, ...]) -> Iterator[tuple[str, nn.Module, str | None]]:
+    """Yields the name of each layer of `model` with adapters, the layer, and why its adapters run PEFT's code. None:
+    nodes run them. `patches` are the patches that run layers in nodes."""
     inside = {id(m) for module in model.modules() if isinstance(module, patches) for m in module.modules()}
-    found: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         if any((c.__module__, c.__name__) == _ADAPTED for c in type(module).__mro__):
             reason = why_called(module) or (None if id(module) in inside else "outside of the patched layers")
-            if reason is not None:
-                found.setdefault(reason, []).append(name)
+            yield name, module, reason
+
+
+def warn_about_adapters(model: nn.Module, patches: tuple[type, ...]) -> None:
+    """Warns once of the layers of `model` whose adapters run PEFT's code, for each reason with their number."""
+    found: dict[str, list[str]] = {}
+    for name, _, reason in adapters(model, patches):
+        if reason is not None:
+            found.setdefault(reason, []).append(name)
     if found:
         parts = (f"{len(names)} {reason} ({names[0]}{', ...' if names[1:] else ''})" for reason, names in found.items())
         warn(f"PEFT's own code runs these adapted layers of {type(model).__name__}: {'; '.join(parts)}")

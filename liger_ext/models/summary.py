@@ -1,0 +1,224 @@
+"""Describes what a patch does in a model at present: how many of its parts run our code, why others run transformers',
+and whether the loss needs logits. Hooks, wrappers, adapters and reverts change it, so nothing here is stored.
+
+A part counts if it is patched, if it could be, or if its class has the name of such a part. The reasons come from the
+functions by which a step decides.
+"""
+
+import inspect
+import logging
+import os
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from liger_ext.models.families import _ENDS, _SWITCHES
+from liger_ext.models.modules.called_head import all_rows_reason, vocabulary
+from liger_ext.models.modules.causal_lm import CausalLM, CausalLMInside
+from liger_ext.models.modules.decoder import Attention, DecoderLayer
+from liger_ext.models.modules.experts import Experts
+from liger_ext.models.modules.head import called_reason
+from liger_ext.models.modules.loss import causal_lm_cross_entropy
+from liger_ext.models.modules.mlp import MLP, only_activation_runs
+from liger_ext.models.modules.norms import LayerNorm, Norm, is_plain_rms_norm
+from liger_ext.models.modules.stand_in import adapters
+from liger_ext.models.patches import find_patch, is_left_alone, is_norm, stock_classes
+from liger_ext.models.patching.classes import inherits_forward, source_class, stock_class
+from liger_ext.models.patching.forwards import leads_to
+from liger_ext.models.patching.swap import PatchHandle
+from liger_ext.models.recognise.known import ENDS
+
+TOKENS = 8192  # for which the size of logits is shown
+NAMES = {Norm: "norms", MLP: "MLPs", Experts: "experts", Attention: "attentions", DecoderLayer: "layers"}
+
+_MIXINS = (*NAMES, CausalLM, CausalLMInside)
+
+
+class Part(NamedTuple):
+    """The modules of one kind: those that run our code, all, and the names of the others by the reason."""
+
+    ours: int
+    total: int
+    stock: dict[str, list[str]]
+
+
+class Loss(NamedTuple):
+    """A head and its loss in training."""
+
+    how: str  # "fused", "in chunks" or "all logits"
+    reason: str | None  # why it is not fused
+    vocab_size: int | None
+    dtype: torch.dtype  # of the logits
+    model: str  # the name of the class that computes it
+
+    def logits_bytes(self, tokens: int) -> int:
+        return tokens * (self.vocab_size or 0) * self.dtype.itemsize
+
+    def text(self, tokens: int) -> str:
+        size, dtype = _size(self.logits_bytes(tokens)), str(self.dtype).removeprefix("torch.")
+        because = f", because {self.reason}" if self.reason else ""
+        if self.how == "all logits":
+            return f"all logits, {size} in {dtype} for {tokens:,} tokens{because}"
+        return f"{self.how}{because}; all logits of {tokens:,} tokens would take {size} in {dtype}"
+
+
+class Summary(NamedTuple):
+    """What a patch does in a model when :meth:`PatchHandle.summary` is called. ``str()`` is a table for people."""
+
+    model: str  # the name of its class
+    memory: str | None  # the level; several, if modules differ; None: nothing is patched
+    parts: dict[str, Part]
+    losses: list[Loss]
+
+    def line(self) -> str:
+        parts = [f"{part.ours} of {part.total} {name}" for name, part in self.parts.items()]
+        losses = [f"loss {loss.how}" for loss in self.losses]
+        level = [f"memory={self.memory!r}"] if self.memory else []
+        return f"{self.model}: {', '.join(parts + losses + level) or 'no part that liger_ext knows'}"
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def table(self, tokens: int = TOKENS) -> str:
+        """Returns the table, with the size of the logits of this number of tokens."""
+        lines = [self.model + (f", memory={self.memory!r}" if self.memory else ", not patched")]
+        for name, part in self.parts.items():
+            lines.append(f"  {name:12}{part.ours} of {part.total} run liger_ext's code")
+            for reason, names in part.stock.items():
+                others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                lines.append(f"  {'':12}  {len(names)}: {reason} ({names[0] or self.model}{others})")
+        if not self.parts and not self.losses:
+            lines.append("  no part that liger_ext knows")
+        for loss in self.losses:
+            lines.append(f"  {'loss':12}{loss.text(tokens)}{f' ({loss.model})' if len(self.losses) > 1 else ''}")
+        return "\n".join(lines)
+
+
+def summarise(model: nn.Module) -> Summary:
+    """Implements `PatchHandle.summary`."""
+    found: dict[str, list[tuple[str, str | None]]] = {}
+    levels, losses, heads = set(), [], set()
+    for name, module in model.named_modules():
+        levels |= {vars(module)["liger_memory"]} if "liger_memory" in vars(module) else set()
+        patch = _patch(module)
+        kind = _named_kind(module) if patch is None else _patched_kind(patch)
+        if kind is not None:
+            found.setdefault(NAMES[kind], []).append((name, _reason(module, patch, kind)))
+        elif module not in heads and _is_head(module, patch):
+            heads.update(module.modules())
+            losses.append(_loss(module, patch))
+    adapted = [(name, reason) for name, _, reason in adapters(model, (DecoderLayer, Attention, MLP))]
+    found |= {"adapters": adapted} if adapted else {}
+    parts = {name: _part(found[name]) for name in (*NAMES.values(), "adapters") if name in found}
+    return Summary(type(model).__name__, ", ".join(sorted(levels)) or None, parts, losses)
+
+
+def log(handle: PatchHandle) -> None:
+    """Logs one line about the handle's model, in the first of the processes that train together."""
+    is_grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+    rank = torch.distributed.get_rank() if is_grouped else int(os.environ.get("RANK", "0"))  # torchrun sets it
+    if rank == 0:
+        logging.getLogger("liger_ext").info(handle.summary().line())
+
+
+def _part(modules: list[tuple[str, str | None]]) -> Part:
+    stock: dict[str, list[str]] = {}
+    for name, reason in modules:
+        if reason is not None:
+            stock.setdefault(reason, []).append(name)
+    return Part(len(modules) - sum(map(len, stock.values())), len(modules), stock)
+
+
+def _patch(module: nn.Module) -> type[nn.Module] | None:
+    """Returns the patch that the module has, or that a patch function would give it."""
+    cls = type(module)
+    if isinstance(module, nn.LayerNorm) and source_class(cls, nn.LayerNorm) in (nn.LayerNorm, LayerNorm):
+        return LayerNorm
+    if isinstance(module, _MIXINS):
+        return cls
+    return next(iter(filter(None, map(find_patch, stock_classes([module])))), None)
+
+
+def _patched_kind(patch: type[nn.Module]) -> type | None:
+    return Norm if patch is LayerNorm else next((kind for kind in NAMES if issubclass(patch, kind)), None)
+
+
+def _named_kind(module: nn.Module) -> type | None:
+    """Returns the kind that the name of a class stands for whose code is not known."""
+    for cls in stock_classes([module]):
+        if not is_left_alone(cls):
+            return next((kind for kind in NAMES if cls.__name__.endswith(ENDS[_ENDS[kind]])), None)
+    return None
+
+
+def _reason(module: nn.Module, patch: type[nn.Module] | None, kind: type) -> str | None:
+    """Returns why a module runs transformers' code; None: it runs ours."""
+    if patch is None:
+        return "its code is not known"
+    runs = vars(module).get("_old_forward", vars(module).get("forward"))
+    if runs is not None and not leads_to(runs, type(module).forward):
+        return "it has a forward of its own"
+    if issubclass(kind, MLP | Experts) and patch.activation_op(module) is None:
+        return "its activation has no op"
+    if not isinstance(module, LayerNorm if patch is LayerNorm else kind):
+        return _unpatched_reason(module, patch, kind)
+    activation = getattr(patch, "ACTIVATION", "act_fn")  # of an MLP; of experts
+    if kind in (MLP, Experts) and not only_activation_runs(getattr(module, activation, None)):
+        return "its activation has a hook"
+    if kind is Experts and not hasattr(patch.__bases__[0], "forward") and _loops(module):
+        return "the experts implementation 'eager' runs no op"
+    return "its norm is not patched" if kind is DecoderLayer and not is_plain_rms_norm(_norm(module, patch)) else None
+
+
+def _loops(experts: nn.Module) -> bool:
+    """Returns whether transformers' loop over experts runs, without the method that our patch replaces."""
+    implementation = getattr(getattr(experts, "config", None), "_experts_implementation", "eager")
+    return implementation == "eager" and "_apply_gate" not in inspect.unwrap(type(experts).forward).__code__.co_names
+
+
+def _unpatched_reason(module: nn.Module, patch: type[nn.Module], kind: type) -> str:
+    switch = _SWITCHES[LayerNorm if patch is LayerNorm else kind]
+    if switch in vars(module).get("_liger_left_out", ()):
+        return f"{switch}=False"
+    if kind is DecoderLayer and not is_norm(_norm(module, patch)):
+        return "the code of its norm is not known"
+    stock = stock_class(patch)
+    return "it is not patched" if inherits_forward(type(module), stock) else "it has a forward of its own"
+
+
+def _norm(layer: nn.Module, patch: type[nn.Module]) -> nn.Module | None:
+    return getattr(layer, patch.NORM, None)
+
+
+def _is_head(module: nn.Module, patch: type[nn.Module] | None) -> bool:
+    if patch is not None:
+        return issubclass(patch, CausalLM | CausalLMInside)
+    return any(cls.__name__.endswith(ENDS["head"]) for cls in stock_classes([module]))
+
+
+def _loss(model: PreTrainedModel, patch: type[nn.Module] | None) -> Loss:
+    head = model.get_output_embeddings()
+    vocab = None if head is None else vocabulary(head)
+    facts = vocab, model.dtype, type(model).__name__
+    if patch is None:
+        return Loss("all logits", "its code is not known", *facts)
+    if not isinstance(model, CausalLM | CausalLMInside):
+        reason = _unpatched_reason(model, patch, CausalLM)
+        is_ours = vars(model).get("_loss_function") is causal_lm_cross_entropy
+        return Loss("all logits", f"{reason}; the cross entropy is liger_ext's" if is_ours else reason, *facts)
+    reason = model.stock_reason()
+    if reason is not None:
+        return Loss("all logits", reason, *facts)
+    head = (model if isinstance(model, CausalLM) else model.language_model).lm_head
+    reason, all_rows = called_reason(head), all_rows_reason(head)
+    if reason is None:
+        return Loss("fused", None, *facts)
+    return Loss("in chunks" if all_rows is None else "all logits", all_rows or reason, *facts)
+
+
+def _size(count: int) -> str:
+    """Returns a number of bytes with three digits: 2.05 GiB."""
+    power = min(max(count.bit_length() - 1, 0) // 10, 5)
+    return f"{count / 1024**power:.3g} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[power]}"
