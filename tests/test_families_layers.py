@@ -9,7 +9,17 @@ import warnings
 import pytest
 import torch
 from cases import RecordCalls
-from family_models import LAYERS, all_experts, assert_same, build, freeze_few, patch_named, patched, set_experts
+from family_models import (  # noqa: F401
+    LAYERS,
+    all_experts,
+    assert_same,
+    build,
+    clear_recognition,
+    freeze_few,
+    patch_named,
+    patched,
+    set_experts,
+)
 from llama_models import (  # noqa: F401
     SIZES,
     TRANSFORMERS,
@@ -27,6 +37,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import liger_ext
 from liger_ext.models import patches
 from liger_ext.models.modules import decoder, layers
+from liger_ext.models.recognise import known
 
 pytestmark = pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="older transformers have other code")
 EXPERTS = dict(enable_moe_block=True, num_experts=4, top_k_experts=4, moe_intermediate_size=32)
@@ -197,6 +208,15 @@ def test_nothing_is_said_of_layers_in_which_nothing_can_be_fused(name):
     folder, _, prefix = name.partition(".")
     cls = getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), f"{prefix}DecoderLayer")
     assert patches.find_patch(cls) is None and patches.is_left_alone(cls)
+
+
+@pytest.mark.usefixtures("clear_recognition")
+def test_of_mlps_only_gated_ones_of_unknown_code_are_named(monkeypatch):
+    monkeypatch.setattr(known, "by_digest", dict)
+    for name, is_silent in (("siglip.Siglip", True), ("clip.CLIP", True), ("llama.Llama", False), ("phi3.Phi3", False)):
+        folder, _, prefix = name.partition(".")
+        module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+        assert patches.is_left_alone(getattr(module, f"{prefix}MLP")) == is_silent, name
 
 
 def test_nothing_is_said_of_what_transformers_runs_without_a_gradient():

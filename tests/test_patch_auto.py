@@ -22,7 +22,12 @@ from transformers import (
 )
 from transformers.models.llama import modeling_llama
 
-from liger_ext import AutoLigerKernelForCausalLM, apply_liger_kernel, apply_liger_kernel_to_instance
+from liger_ext import (
+    AutoLigerKernelForCausalLM,
+    apply_liger_kernel,
+    apply_liger_kernel_to_instance,
+    apply_liger_kernel_to_llama,
+)
 from liger_ext.models import llama
 from liger_ext.models.recognise import known
 
@@ -124,10 +129,18 @@ OTHERS = {  # models of types that no patch knows
 def test_unknown_type_is_left_alone(model_type):
     model = OTHERS[model_type]()
     before = [type(module) for module in model.modules()]
-    with pytest.warns(UserWarning, match=f"'{model_type}' is not known to liger_ext") as record:
+    with pytest.warns(UserWarning, match="runs no code that liger_ext knows, and stays") as record:
         handle = apply_liger_kernel_to_instance(model, rope=True)
     assert len(record) == 1 and [type(module) for module in model.modules()] == before
     handle.revert()
+    with pytest.raises(ValueError, match=r"holds no llama model to patch$"):  # nor would another function help
+        apply_liger_kernel_to_llama(model=model)
+
+
+def test_a_misspelt_type_gets_the_nearest_name():
+    with pytest.warns(UserWarning, match="'lama' is not known to liger_ext.*did you mean 'llama'") as record:
+        apply_liger_kernel("lama")
+    assert len(str(record[0].message)) < 150
 
 
 @pytest.mark.parametrize("config", ["missing", None, {"model_type": "llama"}, SimpleNamespace(hidden_size=4)], ids=repr)
@@ -136,9 +149,7 @@ def test_a_model_without_a_type_is_left_alone(config):
     if config != "missing":
         model.config = config
     before = dict(model.__dict__)
-    with pytest.warns(
-        UserWarning, match=r"Linear has no config\.model_type and stays as it is \(known: llama"
-    ) as record:
+    with pytest.warns(UserWarning, match=r"Linear has no config\.model_type, and stays as it is$") as record:
         handle = apply_liger_kernel_to_instance(model, rope=True)
     assert len(record) == 1
     handle.revert()

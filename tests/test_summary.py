@@ -120,6 +120,13 @@ def test_bytes_of_logits():
     )
 
 
+def test_a_head_that_makes_all_logits_is_named_when_it_is_patched():
+    model = build("llama")
+    hook(model.lm_head)
+    with pytest.warns(UserWarning, match=r"LlamaForCausalLM trains with all logits, .*because it has a hook"):
+        apply_liger_kernel_to_llama(model=model)
+
+
 def test_a_handle_is_one_line_and_keeps_no_model_alive():
     model = build("llama")
     handle = apply_liger_kernel_to_llama(model=model)

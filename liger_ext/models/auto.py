@@ -1,6 +1,7 @@
 """Functions that patch all models of a type (`config.model_type`), or one model by the source text of its modules'
 classes, and an auto class that builds patched models."""
 
+import difflib
 import inspect
 import os
 from collections.abc import Callable, Collection, Iterable
@@ -59,8 +60,8 @@ def patch_type(
 ) -> PatchHandle:
     """Implements `apply_liger_kernel` for the types `known`, whose functions `function_lookup` returns."""
     if model_type not in known:
-        names = ", ".join(known)
-        warn(f"model type {model_type!r} is not known to liger_ext and stays as it is (known: {names})")
+        like = "".join(f"; did you mean {name!r}?" for name in difflib.get_close_matches(model_type, known, 1))
+        warn(f"model type {model_type!r} is not known to liger_ext, and its models stay as they are{like}")
         return PatchHandle()
     return _patch(model_type, options, function_lookup)
 
@@ -75,13 +76,15 @@ def patch_instance(
     check_model(model)
     model_type = next((found for found in map(config_model_type, model.modules()) if found is not None), None)
     if model_type is None:
-        warn(f"{type(model).__name__} has no config.model_type and stays as it is (known: {', '.join(known)})")
+        warn(f"{type(model).__name__} has no config.model_type, and stays as it is")
         return PatchHandle()
     options = {**options, "model": model}
     if model_type not in known and holds_known_code(model):
         return _patch(model_type, options, function_lookup)
-    if model_type in known and not _can_patch(model, model_type, function_lookup):
-        warn(f"{type(model).__name__} of {type(model).__module__} runs no code that liger_ext knows and stays as it is")
+    if model_type not in known or not _can_patch(model, model_type, function_lookup):
+        warn(
+            f"{type(model).__name__} of {type(model).__module__} runs no code that liger_ext knows, and stays as it is"
+        )
         return PatchHandle()
     return patch_type(model_type, options, known, function_lookup)
 

@@ -6,6 +6,7 @@ transformers is patched before its code is recognised. This includes Llama's cla
 defines their patches by hand.
 """
 
+import ast
 import dataclasses
 import functools
 import importlib
@@ -24,7 +25,7 @@ from liger_ext.models.modules.norms import Norm
 from liger_ext.models.modules.rope import known_rope
 from liger_ext.models.patching.calls import is_patch
 from liger_ext.models.patching.classes import defines_forward, passes_on, pickled_as, stock_class
-from liger_ext.models.patching.forwards import source_text, with_arguments
+from liger_ext.models.patching.forwards import functions_read, parse_function, source_text, with_arguments
 from liger_ext.models.patching.names import MODELS, REMOTE, pickle_name
 from liger_ext.models.patching.swap import find_functions, find_replacements, replaces
 from liger_ext.models.recognise.known import ENDS, Entry, look_up, ropes_in
@@ -136,12 +137,18 @@ def _patch_or_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 def is_left_alone(cls: type[nn.Module]) -> bool:
     """Returns whether no op replaces a part of `cls`: its entry has no replacement, or it is an attention without
-    rotary embeddings."""
+    rotary embeddings, or an MLP without a gate, as in most vision towers."""
     found = _recognised(cls)
-    if found is None and cls.__name__.endswith(ENDS["attention"]):
+    if found is not None:
+        return found.kind is None
+    if cls.__name__.endswith(ENDS["attention"]):
         text = source_text(cls.forward)
         return text is not None and "apply_rotary_" not in text
-    return found is not None and found.kind is None
+    definitions = list(map(parse_function, functions_read(cls.forward, cls)))
+    if not cls.__name__.endswith(ENDS["MLP"]) or None in definitions:
+        return False
+    nodes = [node for definition in definitions for node in ast.walk(definition)]
+    return not any(isinstance(node, ast.Mult) or getattr(node, "attr", None) == "glu" for node in nodes)
 
 
 def logits_size(model: PreTrainedModel) -> str:

@@ -8,6 +8,7 @@ functions by which a step decides.
 import inspect
 import logging
 import os
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from liger_ext.models.patches import find_patch, is_left_alone, is_norm, stock_c
 from liger_ext.models.patching.classes import inherits_forward, source_class, stock_class
 from liger_ext.models.patching.forwards import leads_to
 from liger_ext.models.patching.swap import PatchHandle
+from liger_ext.models.patching.warn import warn
 from liger_ext.models.recognise.known import ENDS
 
 TOKENS = 8192  # for which the size of logits is shown
@@ -52,6 +54,7 @@ class Loss(NamedTuple):
     vocab_size: int | None
     dtype: torch.dtype  # of the logits
     model: str  # the name of the class that computes it
+    is_patched: bool
 
     def logits_bytes(self, tokens: int) -> int:
         return tokens * (self.vocab_size or 0) * self.dtype.itemsize
@@ -99,20 +102,23 @@ class Summary(NamedTuple):
 def summarise(model: nn.Module) -> Summary:
     """Implements `PatchHandle.summary`."""
     found: dict[str, list[tuple[str, str | None]]] = {}
-    levels, losses, heads = set(), [], set()
+    levels = {vars(m)["liger_memory"] for m in model.modules() if "liger_memory" in vars(m)}
     for name, module in model.named_modules():
-        levels |= {vars(module)["liger_memory"]} if "liger_memory" in vars(module) else set()
         patch = _patch(module)
         kind = _named_kind(module) if patch is None else _patched_kind(patch)
         if kind is not None:
             found.setdefault(NAMES[kind], []).append((name, _reason(module, patch, kind)))
-        elif module not in heads and _is_head(module, patch):
-            heads.update(module.modules())
-            losses.append(_loss(module, patch))
     adapted = [(name, reason) for name, _, reason in adapters(model, (DecoderLayer, Attention, MLP))]
     found |= {"adapters": adapted} if adapted else {}
     parts = {name: _part(found[name]) for name in (*NAMES.values(), "adapters") if name in found}
-    return Summary(type(model).__name__, ", ".join(sorted(levels)) or None, parts, losses)
+    return Summary(type(model).__name__, ", ".join(sorted(levels)) or None, parts, list(_losses(model)))
+
+
+def warn_about_logits(model: nn.Module) -> None:
+    """Warns of each patched head of `model` that trains with all logits, with their size and the reason."""
+    for loss in _losses(model):
+        if loss.how == "all logits" and loss.is_patched:
+            warn(f"{loss.model} trains with {loss.text(1000)}")
 
 
 def log(handle: PatchHandle) -> None:
@@ -192,6 +198,16 @@ def _norm(layer: nn.Module, patch: type[nn.Module]) -> nn.Module | None:
     return getattr(layer, patch.NORM, None)
 
 
+def _losses(model: nn.Module) -> Iterator[Loss]:
+    """Yields the losses of the outermost models with a head."""
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        patch = None if module in inside else _patch(module)
+        if module not in inside and _is_head(module, patch):
+            inside.update(module.modules())
+            yield _loss(module, patch)
+
+
 def _is_head(module: nn.Module, patch: type[nn.Module] | None) -> bool:
     if patch is not None:
         return issubclass(patch, CausalLM | CausalLMInside)
@@ -201,7 +217,7 @@ def _is_head(module: nn.Module, patch: type[nn.Module] | None) -> bool:
 def _loss(model: PreTrainedModel, patch: type[nn.Module] | None) -> Loss:
     head = model.get_output_embeddings()
     vocab = None if head is None else vocabulary(head)
-    facts = vocab, model.dtype, type(model).__name__
+    facts = vocab, model.dtype, type(model).__name__, isinstance(model, CausalLM | CausalLMInside)
     if patch is None:
         return Loss("all logits", "its code is not known", *facts)
     if not isinstance(model, CausalLM | CausalLMInside):
