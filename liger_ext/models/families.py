@@ -180,15 +180,14 @@ def apply(
                 level = logging.WARNING if differing else logging.INFO
                 _logger.log(level, f"{name} is patched already, and keeps its options{': ' if said else ''}{said}")
             warn_about_adapters(model, (DecoderLayer, Attention, MLP))
-            importlib.import_module("liger_ext.models.summary").warn_about_logits(model)  # it imports this module
+            if not earlier:
+                importlib.import_module("liger_ext.models.summary").say(handle)  # it imports this module
         else:
             raise ValueError(
                 f"{type(model).__name__} holds no {model_type} model to patch"
                 + ("; apply_liger_kernel_to_instance(model) patches it" if holds_known_code(model) else "")
             )
         on_error.pop_all()
-    if model is not None and _logger.isEnabledFor(logging.INFO):
-        importlib.import_module("liger_ext.models.summary").log(handle)
     return handle
 
 

@@ -114,19 +114,17 @@ def summarise(model: nn.Module) -> Summary:
     return Summary(type(model).__name__, ", ".join(sorted(levels)) or None, parts, list(_losses(model)))
 
 
-def warn_about_logits(model: nn.Module) -> None:
-    """Warns of each patched head of `model` that trains with all logits, with their size and the reason."""
-    for loss in _losses(model):
+def say(handle: PatchHandle) -> None:
+    """Warns of each patched head that trains with all logits, with their size and the reason. Logs one line about the
+    handle's model, in the first of the processes that train together."""
+    summary = handle.summary()
+    for loss in summary.losses:
         if loss.how == "all logits" and loss.is_patched:
             warn(f"{loss.model} trains with {loss.text(1000)}")
-
-
-def log(handle: PatchHandle) -> None:
-    """Logs one line about the handle's model, in the first of the processes that train together."""
     is_grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank = torch.distributed.get_rank() if is_grouped else int(os.environ.get("RANK", "0"))  # torchrun sets it
     if rank == 0:
-        logging.getLogger("liger_ext").info(handle.summary().line())
+        logging.getLogger("liger_ext").info(summary.line())
 
 
 def _part(modules: list[tuple[str, str | None]]) -> Part:
