@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from examples.demo.meter import Meter
+from liger_ext._meter import Meter
 from examples.demo.training import optimizer_for
 
 from . import footprint, models, suite

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from examples.demo.data import batches, hashed_words
-from examples.demo.meter import Meter
+from liger_ext._meter import Meter
 from examples.demo.training import optimizer_for
 from liger_ext._timing import Timing
 

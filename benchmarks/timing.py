@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from examples.demo.meter import Meter
+from liger_ext._meter import Meter
 from liger_ext._timing import Timing, capture_graph, failure_text, time_graphs
 
 

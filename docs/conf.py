@@ -41,7 +41,18 @@ myst_heading_anchors = 3
 
 # The contents, which a page on a code host does not need.
 CONTENTS = {
-    "Use": ["installation", "training", "families", "from_liger_kernel", "liger_kernel_names", "tools"],
+    "Use": [
+        "quickstart",
+        "installation",
+        "patching",
+        "adapters",
+        "preference",
+        "ops",
+        "families",
+        "from_liger_kernel",
+        "liger_kernel_names",
+        "tools",
+    ],
     "API": ["api/patching", "api/functional", "api/modules", "api/losses", "api/compat", "api/torch_ops"],
     "Results": ["results", "measurements", "numerics"],
     "Development": ["../CONTRIBUTING", "code_organisation", "writing_a_kernel", "adding_a_model", "decisions"],

@@ -78,7 +78,7 @@ def parse_arguments() -> argparse.Namespace:
         "--memory",
         default="auto",
         choices=("fast", "auto", "low", "min"),
-        help="see docs/training.md, Levels of memory",
+        help="see docs/patching.md, Levels of memory",
     )
     parser.add_argument("--compile", action="store_true", help="compile each decoder layer with torch.compile")
     parser.add_argument(

@@ -9,7 +9,7 @@ import typing as _typing
 from liger_ext.ops import PUBLIC as _PUBLIC
 
 if _typing.TYPE_CHECKING:
-    from liger_ext.models.patching.swap import PatchHandle as _PatchHandle
+    from liger_ext.models.patching.handle import PatchHandle as _PatchHandle
 
 __all__ = [name for name in _PUBLIC if name.startswith("liger_")]
 globals().update((name, _PUBLIC[name]) for name in __all__)
@@ -28,7 +28,7 @@ def install() -> "_PatchHandle":
         A handle, whose ``.revert()`` removes the name again. As a context manager it reverts at the end.
 
     Raises:
-        RuntimeError: Liger-Kernel itself is installed.
+        RuntimeError: Liger-Kernel itself is installed, and ``python -m liger_ext run`` has not started the program.
     """
     from liger_ext import liger_kernel  # here, since only install() needs the patching code
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_ext.functional import CountedRows, CrossEntropyOutput
-from liger_ext.models.patching.swap import PatchHandle as _PatchHandle
+from liger_ext.models.patching.handle import PatchHandle as _PatchHandle
 from liger_ext.ops.glu import liger_geglu as liger_geglu
 from liger_ext.ops.glu import liger_swiglu as liger_swiglu
 from liger_ext.ops.group_norm import liger_group_norm as liger_group_norm

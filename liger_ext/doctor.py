@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from . import _C, _devices, _fit, _llama, _load, _loss_report, _tuned, tune
+from . import _C, _devices, _fit, _llama, _load, _loss_report, _tuned, compare, inspection, run, tune
 
 TRANSFORMERS_RANGE = ("4.51.3", "5.24.0")  # the oldest and the newest version that was tested
 
@@ -245,6 +245,9 @@ def _failures(results: Sequence[dict[str, Any]]) -> Iterator[Problem]:
 # The command ----------------------------------------------------------------------------------------------------------
 
 
+_COMMANDS = {"tune": tune.run, "run": run.run, "inspect": inspection.run, "compare": compare.run}
+
+
 def _parser() -> argparse.ArgumentParser:
     statuses = "; ".join(f"{status}: {what}" for status, what in STATUS.items())
     parser = argparse.ArgumentParser(prog="python -m liger_ext", description=__doc__.strip().splitlines()[0])
@@ -260,6 +263,9 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--profile", metavar="NAME", help="show the plans for another GPU, without a self-test")
     _loss_report.add_arguments(doctor)
     tune.add_parser(commands)
+    run.add_parser(commands)
+    inspection.add_parser(commands)
+    compare.add_parser(commands)
     return parser
 
 
@@ -355,8 +361,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.command is None:
         _print_report()
         return 0
-    if chosen.command == "tune":
-        return tune.run(chosen)
+    if chosen.command in _COMMANDS:
+        return _COMMANDS[chosen.command](chosen)
     if chosen.loss is None and (chosen.dtype or chosen.reduction):
         parser.error("--dtype and --reduction describe the call of --loss ROWS HIDDEN VOCAB, which is missing")
     if chosen.profile is None and chosen.loss is None:

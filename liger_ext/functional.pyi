@@ -20,7 +20,6 @@ from liger_ext.ops.group_norm import group_norm as group_norm
 from liger_ext.ops.jsd import jsd as jsd
 from liger_ext.ops.layer_norm import layer_norm as layer_norm
 from liger_ext.ops.linear_log_probs import LogProbsOutput as LogProbsOutput
-from liger_ext.ops.linear_log_probs import linear_log_probs as linear_log_probs
 from liger_ext.ops.relu_squared import relu_squared as relu_squared
 from liger_ext.ops.rms_norm import add_rms_norm as add_rms_norm
 from liger_ext.ops.rms_norm import rms_norm as rms_norm
@@ -83,6 +82,31 @@ def fused_linear_cross_entropy(
     memory: str | int = 'auto', normalizer: Tensor | float | None = None, rows: CountedRows | Tensor | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
 ) -> Tensor | CrossEntropyOutput: ...
+
+@overload
+def linear_log_probs(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *, temperature: float | Tensor = 1.0,
+    softcap: float | None = None, logit_scale: float = 1.0, ignore_index: int = -100,
+    entropy: Literal[False] = ..., mean_logits: Literal[False] = ..., is_top1: Literal[False] = ...,
+    log_sum_sq_probs: Literal[False] = ..., memory: str | int = 'auto', logits_dtype: torch.dtype | None = None,
+    rows: CountedRows | Tensor | None = None, process_group: torch.distributed.ProcessGroup | None = None,
+) -> Tensor: ...
+@overload
+def linear_log_probs(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *, temperature: float | Tensor = 1.0,
+    softcap: float | None = None, logit_scale: float = 1.0, ignore_index: int = -100, entropy: Literal[True] = ...,
+    mean_logits: Literal[True] = ..., is_top1: Literal[True] = ..., log_sum_sq_probs: Literal[True] = ...,
+    memory: str | int = 'auto', logits_dtype: torch.dtype | None = None, rows: CountedRows | Tensor | None = None,
+    process_group: torch.distributed.ProcessGroup | None = None,
+) -> LogProbsOutput: ...
+@overload
+def linear_log_probs(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *, temperature: float | Tensor = 1.0,
+    softcap: float | None = None, logit_scale: float = 1.0, ignore_index: int = -100, entropy: bool = False,
+    mean_logits: bool = False, is_top1: bool = False, log_sum_sq_probs: bool = False, memory: str | int = 'auto',
+    logits_dtype: torch.dtype | None = None, rows: CountedRows | Tensor | None = None,
+    process_group: torch.distributed.ProcessGroup | None = None,
+) -> Tensor | LogProbsOutput: ...
 
 @overload
 def rope(

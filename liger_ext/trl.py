@@ -21,7 +21,7 @@ from torch import Tensor
 from liger_ext.functional import LogProbsOutput, linear_log_probs
 
 if TYPE_CHECKING:
-    from liger_ext.models.patching.swap import PatchHandle
+    from liger_ext.models.patching.handle import PatchHandle
 
 __all__ = ["install"]
 
@@ -47,7 +47,7 @@ def install() -> PatchHandle:
     Raises:
         ImportError: TRL is not installed.
     """
-    from liger_ext.models.patching.swap import PatchHandle
+    from liger_ext.models.patching.handle import PatchHandle
 
     handle = PatchHandle()
     utils = importlib.import_module("trl.trainer.utils")

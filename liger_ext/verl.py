@@ -18,7 +18,7 @@ from torch import Tensor
 from liger_ext.functional import linear_log_probs
 
 if TYPE_CHECKING:
-    from liger_ext.models.patching.swap import PatchHandle
+    from liger_ext.models.patching.handle import PatchHandle
 
 __all__ = ["install", "linear_cross_entropy"]
 
@@ -76,7 +76,7 @@ def install() -> PatchHandle:
     Raises:
         ImportError: verl is not installed.
     """
-    from liger_ext.models.patching.swap import PatchHandle
+    from liger_ext.models.patching.handle import PatchHandle
 
     handle = PatchHandle()
     module = importlib.import_module(_MODULE)

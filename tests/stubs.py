@@ -21,15 +21,17 @@ from liger_ext import compat, functional, models, modules, ops
 PACKAGE = Path(liger_ext.__file__).parent
 HEAD = "# Made by `make stubs`: see tests/stubs.py.\n# fmt: off\n# ruff: noqa\n\n"
 TYPES = "from typing import Generic, Literal, overload\n\nimport torch\nfrom torch import Tensor\n"
-LOSS, ROTATED = "Tensor | CrossEntropyOutput", "tuple[Tensor, Tensor | None]"
+LOSS, LOG_PROBS = "Tensor | CrossEntropyOutput", "Tensor | LogProbsOutput"
+ROTATED = "tuple[Tensor, Tensor | None]"
 
 
 def overloads(signature: inspect.Signature, result: str) -> Iterator[tuple[inspect.Signature, str]]:
     """Yields (signature, result type); for a loss and for `rope` one for each type of the result."""
-    flags = [name for name in signature.parameters if name.startswith("return_")]
-    if result == LOSS and flags:
+    asked = [name for name, p in signature.parameters.items() if p.default is False]
+    flags = [name for name in asked if result == LOG_PROBS or name.startswith("return_")]
+    if result in (LOSS, LOG_PROBS) and flags:
         yield annotated(signature, dict.fromkeys(flags, "Literal[False]")), "Tensor"
-        yield annotated(signature, dict.fromkeys(flags, "Literal[True]")), "CrossEntropyOutput"
+        yield annotated(signature, dict.fromkeys(flags, "Literal[True]")), result.removeprefix("Tensor | ")
     if result == ROTATED:
         yield annotated(signature, {"k": "Tensor"}), "tuple[Tensor, Tensor]"
         yield annotated(signature, {"k": "None"}), "tuple[Tensor, None]"
@@ -117,7 +119,7 @@ def functions_stub(space: ModuleType) -> str:
             imports.append(f"from {files[name]} import {name} as {name}\n")
     if space is compat:
         imports.append("from liger_ext.functional import CountedRows, CrossEntropyOutput\n")
-        imports.append("from liger_ext.models.patching.swap import PatchHandle as _PatchHandle\n")
+        imports.append("from liger_ext.models.patching.handle import PatchHandle as _PatchHandle\n")
         made.append(function_stub("install", compat.install))
     return "\n".join([HEAD + TYPES, "".join(sorted(imports)), listed(space), *made])
 

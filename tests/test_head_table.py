@@ -1,4 +1,4 @@
-"""The table "Heads that the loss is fused with" in docs/training.md: the rows of logits that a step computes at a time.
+"""The table "Heads that the loss is fused with" in docs/patching.md: the rows of logits that a step computes at a time.
 
 Each case changes a stock model and a patched one in the same way, the latter before or after the patch. Their losses
 and gradients must be equal. Under DeepSpeed's hooks, and for float8, whose chunks have scales of their own, only the

@@ -15,6 +15,7 @@ from llama_models import (
     step,
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from liger_ext.models.training.recompute import recompute_when_saved
 
@@ -102,3 +103,15 @@ def test_hooks_of_others_see_every_tensor(device):
         model(**make_batch(device)).loss.backward()
     h = 33 * 128
     assert seen.count(h) >= 2 * 3  # gate, up and h of two layers
+
+
+@pytest.mark.parametrize("memory", LEVELS)
+def test_a_flop_counter_counts_recomputed_matmuls(memory):
+    """Its hooks on all modules do not keep the nodes from running: it counts the matmuls that the profiler sees."""
+    model, batch = patched(build(), memory=memory), make_batch("cpu")
+    with FlopCounterMode(display=False) as counter:
+        step(model, batch)
+    with torch.profiler.profile(with_flops=True) as profiled:
+        step(model, batch)
+    expected = next(event.flops for event in profiled.key_averages() if event.key == "aten::mm")
+    assert counter.get_flop_counts()["Global"][torch.ops.aten.mm] == expected

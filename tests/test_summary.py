@@ -23,12 +23,12 @@ def hook(module: nn.Module) -> None:
     module.register_forward_hook(lambda *_: None)
 
 
-def own_forward(module: nn.Module) -> None:
+def replace_forward(module: nn.Module) -> None:
     stock = next(c for c in type(module).__mro__ if c.__module__.startswith("transformers.")).forward
     module.forward = lambda *args, **kwargs: stock(module, *args, **kwargs)
 
 
-def own_loss(model: nn.Module) -> None:
+def replace_loss(model: nn.Module) -> None:
     model.loss_function = lambda logits, labels, **_: logits.sum()
 
 
@@ -37,9 +37,9 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     "hook on the head": (lambda m: hook(m.lm_head), "it has a hook, which must receive all logits"),
     "hook on an activation": (lambda m: hook(m.model.layers[0].mlp.act_fn), "its activation has a hook"),
     "another activation": (lambda m: setattr(m.model.layers[0].mlp, "act_fn", nn.Tanh()), "its activation has no op"),
-    "forward of a norm": (lambda m: own_forward(m.model.norm), "it has a forward of its own"),
-    "forward of an MLP": (lambda m: own_forward(m.model.layers[1].mlp), "it has a forward of its own"),
-    "loss of the user": (own_loss, "model.loss_function is the user's own"),
+    "forward of a norm": (lambda m: replace_forward(m.model.norm), "it has a forward of its own"),
+    "forward of an MLP": (lambda m: replace_forward(m.model.layers[1].mlp), "it has a forward of its own"),
+    "loss of the user": (replace_loss, "model.loss_function is the user's own"),
     "hook on a norm": (lambda m: hook(m.model.norm), ""),
 }
 

@@ -51,6 +51,9 @@ def losses(x: Tensor, weight: Tensor, target: Tensor, logits: Tensor) -> Tensor:
     predicted = compat.liger_fused_linear_cross_entropy(x, weight, target, return_predicted_tokens=True)
     assert_type(predicted.predicted_tokens, Tensor | None)
     assert_type(compat.liger_cross_entropy(logits, target), Tensor)
+    assert_type(LF.linear_log_probs(x, weight, target), Tensor)
+    found = LF.linear_log_probs(x, weight, target, entropy=True)
+    assert_type(found.log_probs, Tensor)
     assert_type(LigerFusedLinearCrossEntropyLoss(reduction="sum", memory=1 << 30)(weight, x, target), Tensor)
     counted = LigerFusedLinearCrossEntropyLoss(return_token_accuracy=True)(weight, x, target)
     return loss + output.z_loss + fused + counted.loss
@@ -68,6 +71,7 @@ def train(name: str) -> None:
     model = LlamaForCausalLM(LlamaConfig())
     handle = apply_liger_kernel_to_llama(model=model, fused_linear_cross_entropy=True)
     assert_type(handle, PatchHandle)
+    print(handle.summary().parts["norms"].ours, handle.summary(model).losses[0].logits_bytes(8192))
     handle.revert()
     apply_liger_kernel_to_instance(AutoLigerKernelForCausalLM.from_pretrained(name), memory="min").revert()
     AutoLigerKernelForCausalLM.from_pretrained(name, rope=False)

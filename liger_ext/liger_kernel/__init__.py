@@ -1,7 +1,7 @@
 """Provides modules named ``liger_kernel`` that run liger_ext, for code that was written for Liger-Kernel.
 
-`install` adds a finder to Python's imports. The finder creates a module of ``MODULES`` when it is imported. Every
-module has the same names:
+`install` adds a finder to Python's imports; so does `provide`, in a program of ``python -m liger_ext run``. The finder
+creates a module of ``MODULES`` when it is imported. Every module has the same names:
 
 - the classes and functions of ``liger_ext`` that have Liger-Kernel's names;
 - names that only Liger-Kernel has, from ``chunked_loss.py``, ``ops.py``, ``transformers.py`` and ``utils.py`` beside
@@ -24,7 +24,7 @@ from pathlib import Path
 import liger_ext
 from liger_ext.models import check_transformers
 from liger_ext.models.model_types import FUNCTION_TYPES
-from liger_ext.models.patching.swap import PatchHandle
+from liger_ext.models.patching.handle import PatchHandle
 
 NAME = "liger_kernel"
 # The version of Liger-Kernel whose names and arguments these modules have.
@@ -76,7 +76,7 @@ _NAMES_BY_FILE = {  # the names in each file beside this one
 }
 _FILE_BY_NAME = {name: file for file, names in _NAMES_BY_FILE.items() for name in names.split()}
 
-_WHO = f"liger_ext, which answers to the name {NAME} here (liger_ext.compat.install()), has"
+_WHO = f"liger_ext, which answers to the name {NAME} here (liger_ext.compat.install() or python -m liger_ext run), has"
 
 _installed = 0  # the number of active handles
 
@@ -86,17 +86,30 @@ def install() -> PatchHandle:
     global _installed
     if not _installed:
         found = importlib.util.find_spec(NAME)
-        if found is not None:
+        if found is None:
+            sys.meta_path.append(_FINDER)
+            _set_available(True)
+        elif found.origin and Path(found.origin).parts[-3:-1] == ("run_path", NAME):
+            importlib.import_module(NAME)  # calls `provide`
+        else:
             raise RuntimeError(
-                f"{NAME} is installed ({found.origin}), and its name is taken: uninstall liger-kernel, or patch with "
-                "liger_ext.apply_liger_kernel_to_instance(model) and without use_liger_kernel=True"
+                f"{NAME} is installed ({found.origin}), and its name is taken: uninstall liger-kernel, start the "
+                "program by `python -m liger_ext run`, or patch with liger_ext.apply_liger_kernel_to_instance(model) "
+                "and without use_liger_kernel=True"
             )
-        sys.meta_path.append(_FINDER)
-        _set_available(True)
     _installed += 1
     handle = PatchHandle()
     handle.on_revert(_uninstall)
     return handle
+
+
+def provide(package: types.ModuleType) -> None:
+    """Gives the package of ``run_path``, which is being imported, its names and modules for the rest of the process."""
+    global _installed
+    sys.meta_path.insert(0, _FINDER)  # first, so that no module of an installed liger-kernel is found
+    _installed += 1
+    package.__path__ = []
+    _add_names(package, NAME)
 
 
 def _uninstall() -> None:
@@ -133,19 +146,23 @@ _FINDER = _Finder()
 class _Loader:
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         module = types.ModuleType(spec.name, "liger_ext under the name of Liger-Kernel: liger_ext.compat.install()")
-        module.__version__ = UPSTREAM_VERSION
-
-        def find(name: str) -> object:
-            found = _names(spec.name) if name == "__all__" else _find(spec.name, name)
-            setattr(module, name, found)
-            return found
-
-        module.__getattr__ = find
-        module.__dir__ = lambda: sorted({*vars(module), *_names(spec.name)})
+        _add_names(module, spec.name)
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
         pass
+
+
+def _add_names(module: types.ModuleType, module_name: str) -> None:
+    module.__version__ = UPSTREAM_VERSION
+
+    def find(name: str) -> object:
+        found = _names(module_name) if name == "__all__" else _find(module_name, name)
+        setattr(module, name, found)
+        return found
+
+    module.__getattr__ = find
+    module.__dir__ = lambda: sorted({*vars(module), *_names(module_name)})
 
 
 def _names(module: str) -> list[str]:

@@ -19,7 +19,8 @@ from liger_ext.models import auto, families
 from liger_ext.models.model_types import FUNCTION_TYPES
 from liger_ext.models.modules.as_liger_kernel import current_fused_loss
 from liger_ext.models.modules.loss import VALUE_OPTIONS, LigerCausalLMOutputWithPast, shift
-from liger_ext.models.patching.swap import PatchHandle, is_fsdp1
+from liger_ext.models.patching.handle import PatchHandle
+from liger_ext.models.patching.swap import is_fsdp1
 
 __all__ = [
     "MODEL_TYPE_TO_APPLY_LIGER_FN",

@@ -11,7 +11,7 @@ from liger_ext.models.model_types import FAMILIES
 _MODULES = {
     "AutoLigerKernelForCausalLM": "auto",
     "LigerCausalLMOutputWithPast": "modules.loss",
-    "PatchHandle": "patching.swap",
+    "PatchHandle": "patching.handle",
     "apply_liger_kernel": "auto",
     "apply_liger_kernel_to_instance": "auto",
     **{f"apply_liger_kernel_to_{family}": "families" for family in FAMILIES},

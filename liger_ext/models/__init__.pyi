@@ -8,7 +8,7 @@ from liger_ext.models.auto import AutoLigerKernelForCausalLM as AutoLigerKernelF
 from liger_ext.models.auto import apply_liger_kernel as apply_liger_kernel
 from liger_ext.models.auto import apply_liger_kernel_to_instance as apply_liger_kernel_to_instance
 from liger_ext.models.modules.loss import LigerCausalLMOutputWithPast as LigerCausalLMOutputWithPast
-from liger_ext.models.patching.swap import PatchHandle as PatchHandle
+from liger_ext.models.patching.handle import PatchHandle as PatchHandle
 
 __all__ = [
     "AutoLigerKernelForCausalLM", "LigerCausalLMOutputWithPast", "PatchHandle", "apply_liger_kernel",

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from liger_ext.models.families import check_model, config_model_type, holds, holds_known_code, patch_function
 from liger_ext.models.model_types import FAMILIES, FUNCTION_TYPES
-from liger_ext.models.patching.swap import PatchHandle
+from liger_ext.models.patching.handle import PatchHandle
 from liger_ext.models.patching.warn import warn
 
 

@@ -33,8 +33,9 @@ from liger_ext.models.modules.norms import LayerNorm, Norm
 from liger_ext.models.modules.stand_in import warn_about_adapters
 from liger_ext.models.patches import find_llama_patch, find_patch, is_left_alone, is_norm, logits_size, stock_classes
 from liger_ext.models.patching.classes import source_class, stock_class
+from liger_ext.models.patching.handle import PatchHandle
 from liger_ext.models.patching.names import MODELS, find_class_by_name
-from liger_ext.models.patching.swap import PatchHandle, on_construction, swap_classes
+from liger_ext.models.patching.swap import on_construction, swap_classes
 from liger_ext.models.patching.warn import warn
 from liger_ext.models.recognise.known import ENDS, knows_loss
 

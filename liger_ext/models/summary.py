@@ -9,7 +9,6 @@ import inspect
 import logging
 import os
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -28,75 +27,13 @@ from liger_ext.models.modules.stand_in import adapters
 from liger_ext.models.patches import find_patch, is_left_alone, is_norm, stock_classes
 from liger_ext.models.patching.classes import inherits_forward, source_class, stock_class
 from liger_ext.models.patching.forwards import leads_to
-from liger_ext.models.patching.swap import PatchHandle
+from liger_ext.models.patching.handle import Loss, Part, PatchHandle, Summary
 from liger_ext.models.patching.warn import warn
 from liger_ext.models.recognise.known import ENDS
 
-TOKENS = 8192  # for which the size of logits is shown
 NAMES = {Norm: "norms", MLP: "MLPs", Experts: "experts", Attention: "attentions", DecoderLayer: "layers"}
 
 _MIXINS = (*NAMES, CausalLM, CausalLMInside)
-
-
-class Part(NamedTuple):
-    """The modules of one kind: those that run our code, all, and the names of the others by the reason."""
-
-    ours: int
-    total: int
-    stock: dict[str, list[str]]
-
-
-class Loss(NamedTuple):
-    """A head and its loss in training."""
-
-    how: str  # "fused", "in chunks" or "all logits"
-    reason: str | None  # why it is not fused
-    vocab_size: int | None
-    dtype: torch.dtype  # of the logits
-    model: str  # the name of the class that computes it
-    is_patched: bool
-
-    def logits_bytes(self, tokens: int) -> int:
-        return tokens * (self.vocab_size or 0) * self.dtype.itemsize
-
-    def text(self, tokens: int) -> str:
-        size, dtype = _size(self.logits_bytes(tokens)), str(self.dtype).removeprefix("torch.")
-        because = f", because {self.reason}" if self.reason else ""
-        if self.how == "all logits":
-            return f"all logits, {size} in {dtype} for {tokens:,} tokens{because}"
-        return f"{self.how}{because}; all logits of {tokens:,} tokens would take {size} in {dtype}"
-
-
-class Summary(NamedTuple):
-    """What a patch does in a model when :meth:`PatchHandle.summary` is called. ``str()`` is a table for people."""
-
-    model: str  # the name of its class
-    memory: str | None  # the level; several, if modules differ; None: nothing is patched
-    parts: dict[str, Part]
-    losses: list[Loss]
-
-    def line(self) -> str:
-        parts = [f"{part.ours} of {part.total} {name}" for name, part in self.parts.items()]
-        losses = [f"loss {loss.how}" for loss in self.losses]
-        level = [f"memory={self.memory!r}"] if self.memory else []
-        return f"{self.model}: {', '.join(parts + losses + level) or 'no part that liger_ext knows'}"
-
-    def __str__(self) -> str:
-        return self.table()
-
-    def table(self, tokens: int = TOKENS) -> str:
-        """Returns the table, with the size of the logits of this number of tokens."""
-        lines = [self.model + (f", memory={self.memory!r}" if self.memory else ", not patched")]
-        for name, part in self.parts.items():
-            lines.append(f"  {name:12}{part.ours} of {part.total} run liger_ext's code")
-            for reason, names in part.stock.items():
-                others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-                lines.append(f"  {'':12}  {len(names)}: {reason} ({names[0] or self.model}{others})")
-        if not self.parts and not self.losses:
-            lines.append("  no part that liger_ext knows")
-        for loss in self.losses:
-            lines.append(f"  {'loss':12}{loss.text(tokens)}{f' ({loss.model})' if len(self.losses) > 1 else ''}")
-        return "\n".join(lines)
 
 
 def summarise(model: nn.Module) -> Summary:
@@ -106,6 +43,8 @@ def summarise(model: nn.Module) -> Summary:
     for name, module in model.named_modules():
         patch = _patch(module)
         kind = _named_kind(module) if patch is None else _patched_kind(patch)
+        if kind is DecoderLayer and patch is not None and not is_norm(getattr(module, patch.NORM, None)):
+            continue  # a layer of a vision tower, with torch's norms, which no op adds to the residual stream
         if kind is not None:
             found.setdefault(NAMES[kind], []).append((name, _reason(module, patch, kind)))
     adapted = [(name, reason) for name, _, reason in adapters(model, (DecoderLayer, Attention, MLP))]
@@ -173,7 +112,9 @@ def _reason(module: nn.Module, patch: type[nn.Module] | None, kind: type) -> str
         return "its activation has a hook"
     if kind is Experts and not hasattr(patch.__bases__[0], "forward") and _loops(module):
         return "the experts implementation 'eager' runs no op"
-    return "its norm is not patched" if kind is DecoderLayer and not is_plain_rms_norm(_norm(module, patch)) else None
+    if kind is DecoderLayer and not is_plain_rms_norm(getattr(module, patch.NORM)):
+        return "its norm is not patched"
+    return None
 
 
 def _loops(experts: nn.Module) -> bool:
@@ -186,14 +127,10 @@ def _unpatched_reason(module: nn.Module, patch: type[nn.Module], kind: type) -> 
     switch = _SWITCHES[LayerNorm if patch is LayerNorm else kind]
     if switch in vars(module).get("_liger_left_out", ()):
         return f"{switch}=False"
-    if kind is DecoderLayer and not is_norm(_norm(module, patch)):
-        return "the code of its norm is not known"
+    if patch is LayerNorm:
+        return "it is torch's LayerNorm, and the patch has no switch for it"
     stock = stock_class(patch)
     return "it is not patched" if inherits_forward(type(module), stock) else "it has a forward of its own"
-
-
-def _norm(layer: nn.Module, patch: type[nn.Module]) -> nn.Module | None:
-    return getattr(layer, patch.NORM, None)
 
 
 def _losses(model: nn.Module) -> Iterator[Loss]:
@@ -230,9 +167,3 @@ def _loss(model: PreTrainedModel, patch: type[nn.Module] | None) -> Loss:
     if reason is None:
         return Loss("fused", None, *facts)
     return Loss("in chunks" if all_rows is None else "all logits", all_rows or reason, *facts)
-
-
-def _size(count: int) -> str:
-    """Returns a number of bytes with three digits: 2.05 GiB."""
-    power = min(max(count.bit_length() - 1, 0) // 10, 5)
-    return f"{count / 1024**power:.3g} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[power]}"

@@ -13,7 +13,7 @@ from torch import nn
 from transformers.modeling_outputs import ModelOutput
 
 from liger_ext import functional
-from liger_ext.models.patching.swap import PatchHandle
+from liger_ext.models.patching.handle import PatchHandle
 
 _FUNCTIONAL = "liger_kernel.transformers.functional"
 _MARK = "_as_liger_kernel"

@@ -13,11 +13,10 @@ from functools import partial
 import torch
 from torch import nn
 from torch.nn.modules import linear
-from torch.nn.modules.module import _has_any_global_hook
 
-from liger_ext.models.patching.calls import has_torch_call, module_hooks, only_forward_runs
+from liger_ext.models.patching.calls import has_global_hook, has_torch_call, module_hooks, only_forward_runs
+from liger_ext.models.patching.handle import PatchHandle
 from liger_ext.models.patching.swap import (
-    PatchHandle,
     derives_from,
     is_fsdp1,
     is_plain_tensor,
@@ -148,7 +147,7 @@ def _has_plain_weight(linear: nn.Module) -> bool:
 
 def _takes_a_loss(module: nn.Module) -> bool:
     """Returns whether nothing around the call of `module` reads or changes its result."""
-    if _has_any_global_hook() or not has_torch_call(module) or not _hands_on(module):
+    if has_global_hook() or not has_torch_call(module) or not _hands_on(module):
         return False
     if any(not _is_from(hook, _KNOWN_HOOKS) for kind in module_hooks(module) for hook in kind.values()):
         return False

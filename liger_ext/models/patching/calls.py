@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils.module_tracker import ModuleTracker
 
 from liger_ext.models.patching.forwards import find_foreign, methods_called
 from liger_ext.models.patching.names import REMOTE
@@ -35,12 +37,12 @@ def only_forward_runs(module: nn.Module) -> bool:
 
     Only then may a fused op do the module's work without calling it.
     """
-    return not (any(module_hooks(module)) or _has_any_global_hook() or _is_compiled(module)) and _is_known(module, _ALL)
+    return not (any(module_hooks(module)) or has_global_hook() or _is_compiled(module)) and _is_known(module, _ALL)
 
 
 def is_called_bare(module: nn.Module) -> bool:
     """Returns whether a call of `module` runs only its class's `forward`, whatever code that is."""
-    hooked = any(module_hooks(module)) or _has_any_global_hook()
+    hooked = any(module_hooks(module)) or has_global_hook()
     return not hooked and "forward" not in module.__dict__ and has_torch_call(module)
 
 
@@ -53,6 +55,15 @@ def has_known_methods(module: nn.Module) -> bool:
     """Returns whether nobody has replaced the methods that transformers' `forward` calls. A patch's `forward` does
     their work without calling them."""
     return _is_known(module, _METHODS)
+
+
+def has_global_hook() -> bool:
+    """Returns whether all modules have a hook, other than those by which FLOP counters find the name of a module."""
+    if not _has_any_global_hook():
+        return False
+    kinds = "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks"
+    hooks = (hook for kind in kinds for hook in getattr(torch_module, kind).values())
+    return not all(isinstance(getattr(hook, "__self__", None), ModuleTracker) for hook in hooks)
 
 
 def module_hooks(module: nn.Module) -> tuple[dict, ...]:

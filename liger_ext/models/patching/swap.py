@@ -25,7 +25,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -35,88 +35,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from liger_ext.models.patching.calls import exports_onnx, only_forward_runs, record_forward
 from liger_ext.models.patching.classes import inherits_forward, source_class, stock_class, with_ancestor, with_patch
 from liger_ext.models.patching.forwards import describe, find_foreign, leads_to, methods_called, rewrap, with_globals
+from liger_ext.models.patching.handle import PatchHandle
 from liger_ext.models.patching.warn import warn
-
-if TYPE_CHECKING:
-    from typing import Self  # Python 3.11
-
-    from liger_ext.models.summary import Summary
-
-
-class PatchHandle:
-    """Reverts a patch: call `revert()`, or use the handle as a context manager; `summary()` describes the patch.
-
-    A handle reverts the changes of its own call. Reverting twice is harmless. Handles of different models, or of parts
-    without a common module, may be reverted in any order. Revert several handles of one model in the reverse order of
-    their calls. A handle does not keep a model alive.
-    """
-
-    def __init__(self, model: nn.Module | None = None) -> None:
-        self._model = None if model is None else weakref.ref(model)
-        self._undo = contextlib.ExitStack()
-
-    def __enter__(self) -> "Self":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.revert()
-
-    def __repr__(self) -> str:
-        """Returns one line: the numbers of the model's parts that run liger_ext's code, the loss, the level."""
-        model = self._model and self._model()
-        if model is None:
-            return f"<PatchHandle of {'no single model' if self._model is None else 'a model that is gone'}>"
-        return f"<PatchHandle of {self.summary(model).line()}>"
-
-    def revert(self) -> None:
-        """Undoes the patch. A patched module gets its former class again, or a warning names it."""
-        self._undo.close()
-
-    def summary(self, model: nn.Module | None = None) -> "Summary":
-        """Describes what runs liger_ext's code in the patched model at present, and why other parts do not.
-
-        Args:
-            model: another model, such as one that was built under a patch of its class.
-
-        Returns:
-            A tuple with the name of the model's class, the level of memory, `parts` (for norms, MLPs, experts,
-            attentions, decoder layers and adapters: the number that run liger_ext's code, the number of all, and the
-            names of the others by the reason), and `losses` (whether the loss is fused with the head, and the reason if
-            not). `str()` of it is a table.
-
-        Raises:
-            ValueError: the handle is of no single model, and `model` is None; or the model is gone.
-        """
-        from liger_ext.models.summary import summarise  # which imports the patches
-
-        found = model if model is not None or self._model is None else self._model()
-        if found is None:
-            raise ValueError("this handle has no model to describe: pass one, handle.summary(model)")
-        return summarise(found)
-
-    def on_revert(self, function: Callable[..., object], *args: object) -> None:
-        """Has the revert call `function(*args)`, before the functions that were passed earlier."""
-        self._undo.callback(function, *args)
-
-    def replace(self, owner: types.ModuleType | nn.Module, name: str, replacement: object) -> None:
-        """Sets an attribute of a Python module or an nn.Module. The revert restores the former value, or deletes the
-        attribute if it did not exist, unless other code has set it in the meantime."""
-        found, reference = vars(owner).get(name, _ABSENT), weakref.ref(owner)
-        setattr(owner, name, replacement)
-
-        def undo() -> None:
-            module = reference()
-            if module is None or vars(module).get(name) is not replacement:
-                return
-            if found is _ABSENT:
-                delattr(module, name)
-            else:
-                setattr(module, name, found)
-
-        self.on_revert(undo)
-
-
-_ABSENT = object()
 
 
 def replaces(

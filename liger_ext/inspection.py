@@ -1,0 +1,163 @@
+"""The command ``python -m liger_ext inspect``: describes what a patch would do in a model, before anything is loaded.
+
+The model is built from its configuration on the meta device, where tensors have no memory, and patched there. So the
+description is `PatchHandle.summary` of the loaded model, and no weights are read or downloaded.
+"""
+
+import argparse
+import json
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from liger_ext.models.summary import Summary
+
+
+class Impossible(Exception):
+    """A request of a command that cannot run, in one sentence: the exit status is 2."""
+
+
+class Failed(Exception):
+    """The reason why a command's work has failed, in one sentence: the exit status is 1."""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "inspect",
+        description="Shows how many norms, MLPs, attentions, ... of a model would run liger_ext's code, why others "
+        "would not, and the memory of the logits that the fused loss spares. Reads the configuration, no weights.",
+    )
+    add_source(parser)
+    parser.add_argument("--tokens", type=int, default=8192, metavar="N", help="tokens of a step (default: 8192)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_source(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", help="a model's folder, its config.json, a model type such as llama, or a hub name")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command and returns its exit status."""
+    if arguments.tokens < 1:
+        raise Impossible(f"--tokens is {arguments.tokens}, expected 1 or more")
+    with progress(f"building {arguments.source} on the meta device"):
+        config = read_config(arguments.source, arguments.trust_remote_code)
+        summary = describe(build(config, torch.device("meta"), arguments.trust_remote_code))
+    spared = sum(loss.logits_bytes(arguments.tokens) for loss in summary.losses if loss.how != "all logits")
+    if not arguments.json:
+        print(summary.table(arguments.tokens))
+        return 0
+    losses = [loss._asdict() | {"dtype": str(loss.dtype).removeprefix("torch.")} for loss in summary.losses]
+    parts = {name: part._asdict() for name, part in summary.parts.items()}
+    facts = summary._asdict() | {"parts": parts, "losses": losses}
+    print(json.dumps(facts | {"tokens": arguments.tokens, "logits_bytes_spared": spared}))
+    return 0
+
+
+def describe(model: "PreTrainedModel") -> "Summary":
+    """Patches a model and returns the handle's summary."""
+    from liger_ext.models.auto import apply_liger_kernel_to_instance
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the summary names all reasons
+        return apply_liger_kernel_to_instance(model).summary(model)
+
+
+def read_config(source: str, trust_remote_code: bool) -> "PretrainedConfig":
+    """Returns the configuration of a model: of a folder, a file, a model type or a name on the hub.
+
+    Raises:
+        Impossible: there is none, or it cannot be read.
+    """
+    from liger_ext.models import check_transformers
+
+    try:
+        check_transformers()
+    except ImportError as error:
+        raise Impossible(str(error)) from None
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    path = Path(source)
+    if source in CONFIG_MAPPING and not path.exists():
+        return AutoConfig.for_model(source)
+    if path.is_file():
+        try:
+            facts = json.loads(path.read_text())
+        except (UnicodeDecodeError, ValueError) as error:
+            raise Impossible(f"{source} is no JSON file: {error}") from None
+        if not isinstance(facts, dict) or not isinstance(facts.get("model_type"), str):
+            raise Impossible(f"{source} has no model_type: it is no configuration of a model")
+    elif path.is_dir() and not (path / "config.json").is_file():
+        raise Impossible(f"the folder {source} has no config.json")
+    elif not path.is_dir() and (source.count("/") != 1 or source.startswith((".", "/", "~"))):
+        raise Impossible(f"{source} is no file, no folder and no model type of transformers")
+    try:
+        return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except Exception as error:  # of transformers, the hub or the model's own code
+        if "trust_remote_code" in str(error):
+            raise Impossible(f"{source} comes with Python code: --trust-remote-code runs it") from None
+        raise Impossible(f"the configuration of {source} cannot be read: {_sentence(error)}") from None
+
+
+def build(config: "PretrainedConfig", device: torch.device, trust_remote_code: bool = False) -> "PreTrainedModel":
+    """Returns a model in the dtype of its configuration, with random weights.
+
+    Raises:
+        Impossible: the configuration cannot be built.
+    """
+    import transformers
+
+    autos = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText, transformers.AutoModel
+    found = getattr(transformers, next(iter(config.architectures or ()), ""), None)
+    name = "dtype" if hasattr(config, "dtype") else "torch_dtype"  # until transformers 4.55
+    dtype = getattr(config, name, None) or torch.float32
+    kept = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+        with device:
+            if found is not None:
+                return found(config)
+            auto = next((a for a in autos if type(config) in a._model_mapping or hasattr(config, "auto_map")), None)
+            if auto is None:
+                raise Impossible(f"transformers has no model for the configuration {type(config).__name__}")
+            return auto.from_config(config, trust_remote_code=trust_remote_code)
+    except Impossible:
+        raise
+    except Exception as error:  # of transformers or the model's own code
+        raise Impossible(f"{config.model_type} cannot be built: {_sentence(error)}") from None
+    finally:
+        torch.set_default_dtype(kept)
+
+
+def _sentence(error: BaseException) -> str:
+    """Returns the first line of an error's text."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+@contextmanager
+def progress(text: str) -> Iterator[None]:
+    """Prints `text` on a terminal's stderr after two seconds, and removes it at the end."""
+    width = len(text) + 4
+
+    def show() -> None:
+        print(f"\r{text} ...", end="", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(2, show)
+    if sys.stderr.isatty():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if timer.finished.is_set() and sys.stderr.isatty():
+            print(f"\r{'':{width}}\r", end="", file=sys.stderr, flush=True)
