@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from examples.demo.data import batches, hashed_words
-from liger_ext._meter import Meter
 from examples.demo.training import optimizer_for
+from liger_ext._meter import Meter
 from liger_ext._timing import Timing
 
 from . import models, suite

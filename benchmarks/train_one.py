@@ -10,8 +10,8 @@ import torch
 
 from examples.demo.data import batches, hashed_words
 from examples.demo.memory import FixedHidden
-from liger_ext._meter import Meter
 from examples.demo.training import optimizer_for, warm_up
+from liger_ext._meter import Meter
 from liger_ext._timing import Timing
 
 from . import models, saved, step_time, suite

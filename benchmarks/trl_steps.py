@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import torch
 
-from liger_ext._meter import Meter
 from liger_ext import apply_liger_kernel_to_instance
+from liger_ext._meter import Meter
 from liger_ext._timing import Timing, failure_text
 
 from . import models, suite

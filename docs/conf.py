@@ -43,6 +43,7 @@ myst_heading_anchors = 3
 CONTENTS = {
     "Use": [
         "quickstart",
+        "recipes",
         "installation",
         "patching",
         "adapters",

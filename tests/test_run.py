@@ -168,11 +168,12 @@ def test_a_python_that_ignores_the_folder(line, execute, here):
     assert execute("trainer")[0] == 2
 
 
-def test_a_python_without_liger_ext():
+def test_a_python_without_liger_ext(tmp_path):
     """The import ends the program with one line, since trainers catch ImportError and train without fused ops."""
     script = "try: import liger_kernel\nexcept ImportError: print('caught')"
     env = {**os.environ, "PYTHONPATH": FOLDER}
-    done = subprocess.run([sys.executable, "-P", "-S", "-c", script], env=env, capture_output=True, text=True)
+    command = [sys.executable, "-S", "-c", script]  # without site-packages
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1
     assert f"{sys.executable} cannot import liger_ext (No module named 'liger_ext'): install it" in done.stderr
 
@@ -180,7 +181,7 @@ def test_a_python_without_liger_ext():
 def test_metadata():
     (found,) = importlib.metadata.distributions(path=[FOLDER])
     assert (found.name, found.version) == (liger_kernel.NAME, liger_kernel.UPSTREAM_VERSION)
-    assert found.files is None  # without the list RECORD, pip refuses to uninstall it
+    assert found.files is None  # pip does not uninstall a package without the list RECORD
 
 
 # Programs -------------------------------------------------------------------------------------------------------------

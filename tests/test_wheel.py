@@ -127,6 +127,7 @@ def installed(wheel, tmp_path_factory) -> Path:
 def test_wheel_holds_package_libraries_and_module_and_nothing_else(wheel):
     names = names_in(wheel)
     assert {"liger_ext/lib/libliger_ext_cpu.so", "liger_ext/lib/libliger_ext_plans.so"} <= names
+    assert "liger_ext/run_path/liger_kernel-0.8.5.dist-info/METADATA" in names
     assert any(name.startswith(f"liger_ext/_C.cpython-{sys.version_info[0]}{sys.version_info[1]}-") for name in names)
     packaged = {name for name in names if name.endswith(".py")}
     assert packaged == {path.relative_to(ROOT).as_posix() for path in (ROOT / "liger_ext").rglob("*.py")}

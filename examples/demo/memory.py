@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from liger_ext._meter import Meter
+
 from .models import DTYPES, Plan, cast_parameters
 from .training import PATCHED, optimizer_for, patch
 
