@@ -10,7 +10,9 @@ import torch
 from cases import RecordCalls
 from family_models import build
 from llama_models import lora, make_batch
+from test_patch_wrappers import mesh  # noqa: F401
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import liger_ext
 from liger_ext import apply_liger_kernel_to_instance, apply_liger_kernel_to_llama
@@ -110,6 +112,18 @@ def test_adapters_and_their_head():
     assert_equals_a_step(adapted, summary)
 
 
+def test_a_sharded_model(mesh):  # noqa: F811
+    """FSDP2 gathers a layer's weights for its call, so the parts run as in one process."""
+    model = build("llama")
+    handle = apply_liger_kernel_to_llama(model=model)
+    before = handle.summary()
+    for module in (*model.model.layers, model.lm_head, model):
+        fully_shard(module, mesh=mesh)
+    after = handle.summary()
+    assert after.parts == before.parts and after.losses[0].how == "fused" and after.model == "FSDPLlamaForCausalLM"
+    assert_equals_a_step(model, after)
+
+
 def test_bytes_of_logits():
     model = build("llama").bfloat16()
     hook(model.lm_head)
@@ -145,6 +159,7 @@ def test_a_handle_is_one_line_and_keeps_no_model_alive():
 
 @pytest.mark.parametrize("rank, lines", [(None, 1), ("0", 1), ("1", 0)])
 def test_the_first_process_logs_the_line(rank, lines, monkeypatch, caplog):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     monkeypatch.delenv("RANK", raising=False)
     if rank is not None:
         monkeypatch.setenv("RANK", rank)

@@ -22,7 +22,7 @@ from liger_ext.models.modules.experts import Experts
 from liger_ext.models.modules.head import called_reason
 from liger_ext.models.modules.loss import causal_lm_cross_entropy
 from liger_ext.models.modules.mlp import MLP, only_activation_runs
-from liger_ext.models.modules.norms import LayerNorm, Norm, is_plain_rms_norm
+from liger_ext.models.modules.norms import LayerNorm, Norm
 from liger_ext.models.modules.stand_in import adapters
 from liger_ext.models.patches import find_patch, is_left_alone, is_norm, stock_classes
 from liger_ext.models.patching.classes import inherits_forward, source_class, stock_class
@@ -112,9 +112,8 @@ def _reason(module: nn.Module, patch: type[nn.Module] | None, kind: type) -> str
         return "its activation has a hook"
     if kind is Experts and not hasattr(patch.__bases__[0], "forward") and _loops(module):
         return "the experts implementation 'eager' runs no op"
-    if kind is DecoderLayer and not is_plain_rms_norm(getattr(module, patch.NORM)):
-        return "its norm is not patched"
-    return None
+    is_fused = kind is not DecoderLayer or isinstance(getattr(module, patch.NORM), Norm)
+    return None if is_fused else "its norm is not patched"
 
 
 def _loops(experts: nn.Module) -> bool:
