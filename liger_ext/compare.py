@@ -56,8 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise Impossible("--lora needs the package peft, which is not installed")
     config = read_config(arguments.source, arguments.trust_remote_code)
     every = getattr(config.get_text_config(), "num_hidden_layers", None)
-    if not isinstance(every, int):
-        raise Impossible(f"the configuration of {arguments.source} has no num_hidden_layers")
+    if not isinstance(every, int) or every < 1:
+        raise Impossible(f"num_hidden_layers of {arguments.source} is {every}, expected 1 or more")
     device = _device(arguments.device)
     request = {name: getattr(arguments, name) for name in ("source", "trust_remote_code", "batch", "seq", "lora")}
     request |= {"device": str(device), "dtype": arguments.dtype or ("bf16" if device.type == "cuda" else "fp32")}
@@ -74,9 +74,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _device(name: str | None) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if device.type not in ("cpu", "cuda"):
+            raise Impossible(f"--device is {name}, expected cpu, cuda or cuda:N")
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise Impossible(f"--device {name}: {str(error).partition(chr(10))[0]}") from None
+        raise Impossible(f"--device is {name}, expected cpu, cuda or cuda:N: {error!s:.60}") from None
     return device
 
 
@@ -160,6 +162,8 @@ def _table(facts: dict[str, Any], was_cut: bool) -> str:
         for name, quartile in (("low", "first"), ("high", "third")):
             values = (f"{side['time'][name] / 1e3:,.1f}" for side in (stock, ours))
             lines.append(f"  {f'    {quartile} quartile':36}" + "".join(f"{value:>16}" for value in values))
+        if any(side["time"]["high"] > 1.2 * side["time"]["low"] for side in (stock, ours)):
+            lines.append("  The times differ by more than 20 %: other work on this machine disturbs them.")
         lines.append(_row("peak memory of a step, MiB", stock["peak_bytes"] / 2**20, ours["peak_bytes"] / 2**20))
         difference = max(abs(a - b) for a, b in zip(stock["losses"], ours["losses"], strict=True))
         lines.append(f"  largest difference of the losses of {len(stock['losses'])} steps: {difference:.2e}")

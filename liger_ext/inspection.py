@@ -87,19 +87,22 @@ def read_config(source: str, trust_remote_code: bool) -> "PretrainedConfig":
         raise Impossible(str(error)) from None
     from transformers import CONFIG_MAPPING, AutoConfig
 
+    if not source.strip():
+        raise Impossible("the name of the model is empty")
     path = Path(source)
     if source in CONFIG_MAPPING and not path.exists():
         return AutoConfig.for_model(source)
-    if path.is_file():
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise Impossible(f"the folder {source} has no config.json")
+    if path.exists():
+        path = path / "config.json" if path.is_dir() else path
         try:
             facts = json.loads(path.read_text())
-        except (UnicodeDecodeError, ValueError) as error:
-            raise Impossible(f"{source} is no JSON file: {error}") from None
+        except (OSError, ValueError) as error:
+            raise Impossible(f"{path} is no JSON file that can be read: {error}") from None
         if not isinstance(facts, dict) or not isinstance(facts.get("model_type"), str):
-            raise Impossible(f"{source} has no model_type: it is no configuration of a model")
-    elif path.is_dir() and not (path / "config.json").is_file():
-        raise Impossible(f"the folder {source} has no config.json")
-    elif not path.is_dir() and (source.count("/") != 1 or source.startswith((".", "/", "~"))):
+            raise Impossible(f"{path} has no model_type: it is no configuration of a model")
+    elif source.count("/") != 1 or source.startswith((".", "/", "~")):
         raise Impossible(f"{source} is no file, no folder and no model type of transformers")
     try:
         return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
@@ -125,7 +128,7 @@ def build(config: "PretrainedConfig", device: torch.device, trust_remote_code: b
     try:
         torch.set_default_dtype(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
         with device:
-            if found is not None:
+            if found is not None and not (trust_remote_code and hasattr(config, "auto_map")):
                 return found(config)
             auto = next((a for a in autos if type(config) in a._model_mapping or hasattr(config, "auto_map")), None)
             if auto is None:
@@ -140,8 +143,8 @@ def build(config: "PretrainedConfig", device: torch.device, trust_remote_code: b
 
 
 def _sentence(error: BaseException) -> str:
-    """Returns the first line of an error's text."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    """Returns an error's type and text in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
 
 
 @contextmanager

@@ -59,6 +59,7 @@ def _command(program: Sequence[str], module: Sequence[str] | None) -> list[str]:
         if not module:
             raise ValueError("-m needs the name of a Python module")
         return [sys.executable, "-m", *module]
+    program = program[1:] if program[:1] == ["--"] else program
     if not program:
         raise ValueError("expected a program: a Python script, a command, or -m and a Python module")
     if program[0].endswith(".py"):

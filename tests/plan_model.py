@@ -145,7 +145,7 @@ def stream_copy(launch, call) -> None:
 
 
 def dequantize_4bit(launch, call) -> None:
-    row_tiles(launch, 4)
+    row_tiles(launch, 4 if launch.plan.vec == 1 else 16 // launch.plan.vec)
     assert launch.plan.smem == 16 * 4  # the codes
 
 

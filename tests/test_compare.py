@@ -75,7 +75,8 @@ def test_lists_of_layers_are_cut(tmp_path):
         (["--layers", "one"], "--layers is one"),
         (["--batch", "0"], "--batch is 0, expected 1 or more"),
         (["--lora", "0"], "--lora is 0"),
-        (["--device", "nowhere"], "--device nowhere: "),
+        (["--device", "meta"], "--device is meta, expected cpu"),
+        (["--device", "nowhere"], "--device is nowhere, expected cpu, cuda or cuda:N"),
     ],
 )
 def test_what_cannot_run_gets_a_sentence(arguments, words, tmp_path):

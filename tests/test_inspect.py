@@ -59,9 +59,10 @@ def test_python_code_of_a_model_needs_permission(tmp_path, capsys):
     [
         (None, "has no config.json"),
         ("no json", "is no JSON file"),
+        ("3", "has no model_type"),
         ("[1]", "has no model_type"),
         ('{"model_type": "no such type"}', "cannot be read: "),
-        ('{"model_type": "llama", "hidden_size": "wide"}', "cannot be "),
+        ('{"model_type": "llama", "hidden_size": "wide"}', "expected int, got str"),
     ],
 )
 def test_what_is_wrong_gets_a_sentence(text, words, tmp_path):
@@ -69,14 +70,16 @@ def test_what_is_wrong_gets_a_sentence(text, words, tmp_path):
     if text is not None:
         source = tmp_path / "config.json"
         source.write_text(text)
-    with pytest.raises(Impossible, match=words) as raised:
-        doctor.main(["inspect", str(source)])
-    assert "\n" not in str(raised.value)
+    for given in {str(source), str(tmp_path)}:
+        with pytest.raises(Impossible, match=words) as raised:
+            doctor.main(["inspect", given])
+        assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
     "arguments, words",
     [
+        ([" "], "the name of the model is empty"),
         (["./nothing"], "is no file, no folder and no model type"),
         (["nobody/nothing"], "cannot be read: "),
         (["llama", "--tokens", "0"], "--tokens is 0, expected 1 or more"),

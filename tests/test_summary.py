@@ -13,6 +13,7 @@ from llama_models import lora, make_batch
 from test_patch_wrappers import mesh  # noqa: F401
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from transformers import BertConfig, BertModel
 
 import liger_ext
 from liger_ext import apply_liger_kernel_to_instance, apply_liger_kernel_to_llama
@@ -36,12 +37,13 @@ def replace_loss(model: nn.Module) -> None:
 
 # By name: a change of a patched Llama, and the words of the reason.
 CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
-    "hook on the head": (lambda m: hook(m.lm_head), "it has a hook, which must receive all logits"),
+    "hook on the head": (lambda m: hook(m.lm_head), "the head has a hook, which must receive all logits"),
     "hook on an activation": (lambda m: hook(m.model.layers[0].mlp.act_fn), "its activation has a hook"),
     "another activation": (lambda m: setattr(m.model.layers[0].mlp, "act_fn", nn.Tanh()), "its activation has no op"),
-    "forward of a norm": (lambda m: replace_forward(m.model.norm), "it has a forward of its own"),
-    "forward of an MLP": (lambda m: replace_forward(m.model.layers[1].mlp), "it has a forward of its own"),
+    "forward of a norm": (lambda m: replace_forward(m.model.norm), "another forward was set on it"),
+    "forward of an MLP": (lambda m: replace_forward(m.model.layers[1].mlp), "another forward was set on it"),
     "loss of the user": (replace_loss, "model.loss_function is the user's own"),
+    "hook on a layer's norm": (lambda m: hook(m.model.layers[0].post_attention_layernorm), "its norm has a hook"),
     "hook on a norm": (lambda m: hook(m.model.norm), ""),
 }
 
@@ -110,6 +112,21 @@ def test_adapters_and_their_head():
     assert summary.parts["adapters"][:2] == (2 * layers, 2 * layers + 1) and summary.memory == "low"
     assert summary.losses[0].how == "in chunks" and "peft.tuners.lora.layer.Linear" in summary.losses[0].reason
     assert_equals_a_step(adapted, summary)
+    with adapted.disable_adapter():
+        assert "it is disabled or merged" in str(handle.summary(adapted))
+
+
+def test_a_model_without_known_code():
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    with pytest.warns(UserWarning, match="runs no code that liger_ext knows"):
+        handle = apply_liger_kernel_to_instance(BertModel(BertConfig(vocab_size=8, **sizes)))
+    assert "is gone" in repr(handle)  # nobody else holds the model
+    model = BertModel(BertConfig(vocab_size=8, **sizes))
+    with pytest.warns(UserWarning, match="runs no code that liger_ext knows"):
+        summary = apply_liger_kernel_to_instance(model).summary()
+    assert summary.memory is None and not any(part.ours for part in summary.parts.values())
+    with pytest.raises(TypeError, match=r"model is int, expected an nn\.Module"):
+        handle.summary(3)
 
 
 def test_a_sharded_model(mesh):  # noqa: F811
@@ -137,7 +154,7 @@ def test_bytes_of_logits():
 def test_a_head_that_makes_all_logits_is_named_when_it_is_patched():
     model = build("llama")
     hook(model.lm_head)
-    with pytest.warns(UserWarning, match=r"LlamaForCausalLM trains with all logits, .*because it has a hook"):
+    with pytest.warns(UserWarning, match=r"LlamaForCausalLM trains with all logits, .*because the head has a hook"):
         apply_liger_kernel_to_llama(model=model)
 
 

@@ -77,7 +77,7 @@ def patch_instance(
     model_type = next((found for found in map(config_model_type, model.modules()) if found is not None), None)
     if model_type is None:
         warn(f"{type(model).__name__} has no config.model_type, and stays as it is")
-        return PatchHandle()
+        return PatchHandle(model)
     options = {**options, "model": model}
     if model_type not in known and holds_known_code(model):
         return _patch(model_type, options, function_lookup)
@@ -85,7 +85,7 @@ def patch_instance(
         warn(
             f"{type(model).__name__} of {type(model).__module__} runs no code that liger_ext knows, and stays as it is"
         )
-        return PatchHandle()
+        return PatchHandle(model)
     return patch_type(model_type, options, known, function_lookup)
 
 

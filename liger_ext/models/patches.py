@@ -148,7 +148,7 @@ def is_left_alone(cls: type[nn.Module]) -> bool:
     if not cls.__name__.endswith(ENDS["MLP"]) or None in definitions:
         return False
     nodes = [node for definition in definitions for node in ast.walk(definition)]
-    return not any(isinstance(node, ast.Mult) or getattr(node, "attr", None) == "glu" for node in nodes)
+    return not any(isinstance(node, ast.operator) or getattr(node, "attr", None) == "glu" for node in nodes)
 
 
 def logits_size(model: PreTrainedModel) -> str:

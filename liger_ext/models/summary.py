@@ -22,7 +22,7 @@ from liger_ext.models.modules.experts import Experts
 from liger_ext.models.modules.head import called_reason
 from liger_ext.models.modules.loss import causal_lm_cross_entropy
 from liger_ext.models.modules.mlp import MLP, only_activation_runs
-from liger_ext.models.modules.norms import LayerNorm, Norm
+from liger_ext.models.modules.norms import LayerNorm, Norm, is_plain_rms_norm
 from liger_ext.models.modules.stand_in import adapters
 from liger_ext.models.patches import find_patch, is_left_alone, is_norm, stock_classes
 from liger_ext.models.patching.classes import inherits_forward, source_class, stock_class
@@ -47,7 +47,10 @@ def summarise(model: nn.Module) -> Summary:
             continue  # a layer of a vision tower, with torch's norms, which no op adds to the residual stream
         if kind is not None:
             found.setdefault(NAMES[kind], []).append((name, _reason(module, patch, kind)))
-    adapted = [(name, reason) for name, _, reason in adapters(model, (DecoderLayer, Attention, MLP))]
+    adapted = []
+    for name, layer, reason in adapters(model, (DecoderLayer, Attention, MLP)):
+        is_off = getattr(layer, "disable_adapters", False) or getattr(layer, "merged", False)
+        adapted.append((name, reason or ("it is disabled or merged" if is_off else None)))
     found |= {"adapters": adapted} if adapted else {}
     parts = {name: _part(found[name]) for name in (*NAMES.values(), "adapters") if name in found}
     return Summary(type(model).__name__, ", ".join(sorted(levels)) or None, parts, list(_losses(model)))
@@ -102,7 +105,7 @@ def _reason(module: nn.Module, patch: type[nn.Module] | None, kind: type) -> str
         return "its code is not known"
     runs = vars(module).get("_old_forward", vars(module).get("forward"))
     if runs is not None and not leads_to(runs, type(module).forward):
-        return "it has a forward of its own"
+        return "another forward was set on it, which may call liger_ext's"
     if issubclass(kind, MLP | Experts) and patch.activation_op(module) is None:
         return "its activation has no op"
     if not isinstance(module, LayerNorm if patch is LayerNorm else kind):
@@ -112,8 +115,15 @@ def _reason(module: nn.Module, patch: type[nn.Module] | None, kind: type) -> str
         return "its activation has a hook"
     if kind is Experts and not hasattr(patch.__bases__[0], "forward") and _loops(module):
         return "the experts implementation 'eager' runs no op"
-    is_fused = kind is not DecoderLayer or isinstance(getattr(module, patch.NORM), Norm)
-    return None if is_fused else "its norm is not patched"
+    return _layer_reason(getattr(module, patch.NORM)) if kind is DecoderLayer else None
+
+
+def _layer_reason(norm: nn.Module) -> str | None:
+    """Returns why a patched layer adds to the residual stream without the norm's op; FSDP2 gathers a norm's weight."""
+    if not isinstance(norm, Norm):
+        return "its norm is not patched"
+    is_sharded = hasattr(norm.weight, "placements")
+    return None if is_sharded or is_plain_rms_norm(norm) else "its norm has a hook, or another forward"
 
 
 def _loops(experts: nn.Module) -> bool:
@@ -150,10 +160,11 @@ def _is_head(module: nn.Module, patch: type[nn.Module] | None) -> bool:
 
 def _loss(model: PreTrainedModel, patch: type[nn.Module] | None) -> Loss:
     head = model.get_output_embeddings()
-    vocab = None if head is None else vocabulary(head)
+    known = None if head is None else vocabulary(head)
+    vocab = known or getattr(model.config.get_text_config(), "vocab_size", None)
     facts = vocab, model.dtype, type(model).__name__, isinstance(model, CausalLM | CausalLMInside)
     if patch is None:
-        return Loss("all logits", "its code is not known", *facts)
+        return Loss("all logits", f"the code of {type(model).__name__} is not known", *facts)
     if not isinstance(model, CausalLM | CausalLMInside):
         reason = _unpatched_reason(model, patch, CausalLM)
         is_ours = vars(model).get("_loss_function") is causal_lm_cross_entropy

@@ -38,11 +38,11 @@ def vocabulary(head: nn.Module) -> int | None:
 def all_rows_reason(head: nn.Module) -> str | None:
     """Returns why `head` must compute the logits of all rows by one call; None: of some rows at a time."""
     if vocabulary(head) is None:
-        return "it has no out_features"
+        return "the head has no out_features"
     if not all(map(is_called_bare, head.modules())):
-        return "it has a hook, which must receive all logits"
+        return "the head has a hook, which must receive all logits"
     if any(hasattr(parameter, "placements") for parameter in head.parameters()):
-        return "its weights are sharded"
+        return "the head's weights are sharded"
     modules = {cls.__module__ for m in head.modules() for cls in type(m).__mro__ if cls.__module__.startswith(_TUNERS)}
     tuners = sorted({module.split(".")[2] for module in modules} - _ROW_FOLDERS)
     return f"PEFT's {tuners[0]} needs all rows" if tuners else None

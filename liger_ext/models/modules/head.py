@@ -48,12 +48,12 @@ def called_reason(head: nn.Module) -> str | None:
     path = _path(head)
     inner = path[-1]
     if not _is_linear(inner):
-        return f"it is a {type(inner).__module__}.{type(inner).__name__}"
+        return f"the head is a {type(inner).__module__}.{type(inner).__name__}"
     if not _has_plain_weight(inner):
-        return f"its weight is of class {type(inner.weight).__name__}"
+        return f"the head's weight is of class {type(inner.weight).__name__}"
     if not torch_linear_is_intact():
         return "torch's function of linear layers was replaced"
-    return None if _runs_bare(path) or all(map(_takes_a_loss, path)) else "it has a hook, or a replaced function"
+    return None if _runs_bare(path) or all(map(_takes_a_loss, path)) else "the head has a hook, or a replaced function"
 
 
 def loss_caller(head: nn.Module) -> Callable[..., tuple] | None:

@@ -128,11 +128,14 @@ class PatchHandle:
             not). `str()` of it is a table.
 
         Raises:
+            TypeError: `model` is not an nn.Module.
             ValueError: the handle is of no single model, and `model` is None; or the model is gone.
         """
         found = model if model is not None or self._model is None else self._model()
         if found is None:
             raise ValueError("this handle has no model to describe: pass one, handle.summary(model)")
+        if not isinstance(found, nn.Module):
+            raise TypeError(f"model is {type(found).__name__}, expected an nn.Module")
         return importlib.import_module("liger_ext.models.summary").summarise(found)  # it imports the patches
 
     def on_revert(self, function: Callable[..., object], *args: object) -> None:
