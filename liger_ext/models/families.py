@@ -182,7 +182,7 @@ def apply(
                 _logger.log(level, f"{name} is patched already, and keeps its options{': ' if said else ''}{said}")
             warn_about_adapters(model, (DecoderLayer, Attention, MLP))
             if not earlier:
-                importlib.import_module("liger_ext.models.summary").say(handle)  # it imports this module
+                importlib.import_module("liger_ext.models.summary").report(model)  # it imports this module
         else:
             raise ValueError(
                 f"{type(model).__name__} holds no {model_type} model to patch"

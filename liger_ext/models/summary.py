@@ -27,7 +27,7 @@ from liger_ext.models.modules.stand_in import adapters
 from liger_ext.models.patches import find_patch, is_left_alone, is_norm, stock_classes
 from liger_ext.models.patching.classes import inherits_forward, source_class, stock_class
 from liger_ext.models.patching.forwards import leads_to
-from liger_ext.models.patching.handle import Loss, Part, PatchHandle, Summary
+from liger_ext.models.patching.handle import Loss, Part, Summary
 from liger_ext.models.patching.warn import warn
 from liger_ext.models.recognise.known import ENDS
 
@@ -56,17 +56,17 @@ def summarise(model: nn.Module) -> Summary:
     return Summary(type(model).__name__, ", ".join(sorted(levels)) or None, parts, list(_losses(model)))
 
 
-def say(handle: PatchHandle) -> None:
+def report(model: nn.Module) -> None:
     """Warns of each patched head that trains with all logits, with their size and the reason. Logs one line about the
-    handle's model, in the first of the processes that train together."""
-    summary = handle.summary()
-    for loss in summary.losses:
+    model (level INFO), in the first of the processes that train together."""
+    for loss in _losses(model):
         if loss.how == "all logits" and loss.is_patched:
             warn(f"{loss.model} trains with {loss.text(1000)}")
+    logger = logging.getLogger("liger_ext")
     is_grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank = torch.distributed.get_rank() if is_grouped else int(os.environ.get("RANK", "0"))  # torchrun sets it
-    if rank == 0:
-        logging.getLogger("liger_ext").info(summary.line())
+    if rank == 0 and logger.isEnabledFor(logging.INFO):
+        logger.info(summarise(model).line())
 
 
 def _part(modules: list[tuple[str, str | None]]) -> Part:
@@ -122,7 +122,7 @@ def _layer_reason(norm: nn.Module) -> str | None:
     """Returns why a patched layer adds to the residual stream without the norm's op; FSDP2 gathers a norm's weight."""
     if not isinstance(norm, Norm):
         return "its norm is not patched"
-    is_sharded = hasattr(norm.weight, "placements")
+    is_sharded = hasattr(getattr(norm, "weight", None), "placements")
     return None if is_sharded or is_plain_rms_norm(norm) else "its norm has a hook, or another forward"
 
 
