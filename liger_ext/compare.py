@@ -22,6 +22,7 @@ import torch
 from ._meter import Meter
 from ._timing import Timing
 from .inspection import Failed, Impossible, add_source, build, progress, read_config
+from .ops._loss_plan import LEVELS
 
 STOCK, OURS = "Hugging Face", "liger_ext"
 WARM_UP, STEPS = 3, 10
@@ -42,7 +43,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--lora", type=int, metavar="R", help="train LoRA adapters of rank R on all linear layers")
     parser.add_argument("--dtype", choices=DTYPES, help="of weights (default: bf16 on a GPU, fp32 on a CPU)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
-    parser.add_argument("--memory", choices=("fast", "auto", "low", "min"), default="auto", help="default: auto")
+    parser.add_argument("--memory", choices=LEVELS, default="auto", help="default: auto")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

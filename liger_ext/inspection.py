@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .models.patching.handle import TOKENS
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -37,7 +39,7 @@ def add_parser(commands: Any) -> None:
         "would not, and the memory of the logits that the fused loss spares. Reads the configuration, no weights.",
     )
     add_source(parser)
-    parser.add_argument("--tokens", type=int, default=8192, metavar="N", help="tokens of a step (default: 8192)")
+    parser.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help=f"tokens of a step (default: {TOKENS})")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -150,17 +152,15 @@ def _sentence(error: BaseException) -> str:
 @contextmanager
 def progress(text: str) -> Iterator[None]:
     """Prints `text` on a terminal's stderr after two seconds, and removes it at the end."""
-    width = len(text) + 4
-
-    def show() -> None:
-        print(f"\r{text} ...", end="", file=sys.stderr, flush=True)
-
-    timer = threading.Timer(2, show)
-    if sys.stderr.isatty():
-        timer.start()
+    shown = f"{text} ..."
+    timer = threading.Timer(2, lambda: print(f"\r{shown}", end="", file=sys.stderr, flush=True))
+    if not sys.stderr.isatty():
+        yield
+        return
+    timer.start()
     try:
         yield
     finally:
         timer.cancel()
-        if timer.finished.is_set() and sys.stderr.isatty():
-            print(f"\r{'':{width}}\r", end="", file=sys.stderr, flush=True)
+        timer.join()
+        print(f"\r{'':{len(shown)}}\r", end="", file=sys.stderr, flush=True)

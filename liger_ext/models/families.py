@@ -8,7 +8,6 @@ of known code needs no line here. `liger_ext.models.model_types` lists the model
 with the arguments of each function.
 """
 
-import contextlib
 import importlib
 import inspect
 import logging
@@ -164,8 +163,7 @@ def apply(
         return earlier
 
     handle = PatchHandle(model)
-    with contextlib.ExitStack() as on_error:
-        on_error.callback(handle.revert)
+    try:
         if model is None:
             for cls in _model_classes(model_type):
                 # The first hook decides, since later ones find the model patched. So the hook of the latest call goes
@@ -188,7 +186,9 @@ def apply(
                 f"{type(model).__name__} holds no {model_type} model to patch"
                 + ("; apply_liger_kernel_to_instance(model) patches it" if holds_known_code(model) else "")
             )
-        on_error.pop_all()
+    except BaseException:
+        handle.revert()
+        raise
     return handle
 
 

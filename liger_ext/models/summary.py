@@ -1,5 +1,5 @@
-"""Describes what a patch does in a model at present: how many of its parts run our code, why others run transformers',
-and whether the loss needs logits. Hooks, wrappers, adapters and reverts change it, so nothing here is stored.
+"""Counts the parts of a model that run our code, and finds why others run transformers' code and why a loss needs
+logits. Hooks, wrappers, adapters and reverts change the results, so none is stored.
 
 A part counts if it is patched, if it could be, or if its class has the name of such a part. The reasons come from the
 functions by which a step decides.
@@ -40,8 +40,9 @@ def summarise(model: nn.Module) -> Summary:
     """Implements `PatchHandle.summary`."""
     found: dict[str, list[tuple[str, str | None]]] = {}
     levels = {vars(m)["liger_memory"] for m in model.modules() if "liger_memory" in vars(m)}
+    patches = _patches(model)
     for name, module in model.named_modules():
-        patch = _patch(module)
+        patch = patches[type(module)]
         kind = _named_kind(module) if patch is None else _patched_kind(patch)
         if kind is DecoderLayer and patch is not None and not is_norm(getattr(module, patch.NORM, None)):
             continue  # a layer of a vision tower, with torch's norms, which no op adds to the residual stream
@@ -77,6 +78,11 @@ def _part(modules: list[tuple[str, str | None]]) -> Part:
     return Part(len(modules) - sum(map(len, stock.values())), len(modules), stock)
 
 
+def _patches(model: nn.Module) -> dict[type[nn.Module], type[nn.Module] | None]:
+    """Returns the patch of each class of the model's modules. A model has many modules of few classes."""
+    return {cls: _patch(module) for cls, module in {type(m): m for m in model.modules()}.items()}
+
+
 def _patch(module: nn.Module) -> type[nn.Module] | None:
     """Returns the patch that the module has, or that a patch function would give it."""
     cls = type(module)
@@ -106,7 +112,7 @@ def _reason(module: nn.Module, patch: type[nn.Module] | None, kind: type) -> str
     runs = vars(module).get("_old_forward", vars(module).get("forward"))
     if runs is not None and not leads_to(runs, type(module).forward):
         return "another forward was set on it, which may call liger_ext's"
-    if issubclass(kind, MLP | Experts) and patch.activation_op(module) is None:
+    if kind in (MLP, Experts) and patch.activation_op(module) is None:
         return "its activation has no op"
     if not isinstance(module, LayerNorm if patch is LayerNorm else kind):
         return _unpatched_reason(module, patch, kind)
@@ -144,9 +150,9 @@ def _unpatched_reason(module: nn.Module, patch: type[nn.Module], kind: type) -> 
 
 def _losses(model: nn.Module) -> Iterator[Loss]:
     """Yields the losses of the outermost models with a head."""
-    inside: set[nn.Module] = set()
+    patches, inside = _patches(model), set()
     for module in model.modules():
-        patch = None if module in inside else _patch(module)
+        patch = patches[type(module)]
         if module not in inside and _is_head(module, patch):
             inside.update(module.modules())
             yield _loss(module, patch)

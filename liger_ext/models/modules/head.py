@@ -46,25 +46,32 @@ def called_reason(head: nn.Module) -> str | None:
     """Returns why `head` must be called for its logits: it is more than a linear layer (LoRA, quantised weights), or a
     user's hook on its call expects logits. None: its call may compute the loss."""
     path = _path(head)
-    inner = path[-1]
+    reason = _linear_reason(path[-1])
+    if reason is not None or _runs_bare(path) or all(map(_takes_a_loss, path)):
+        return reason
+    return "the head has a hook, or a replaced function"
+
+
+def _linear_reason(inner: nn.Module) -> str | None:
+    """Returns why the call of a head without hooks is more than torch's linear layer."""
     if not _is_linear(inner):
         return f"the head is a {type(inner).__module__}.{type(inner).__name__}"
     if not _has_plain_weight(inner):
         return f"the head's weight is of class {type(inner.weight).__name__}"
-    if not torch_linear_is_intact():
-        return "torch's function of linear layers was replaced"
-    return None if _runs_bare(path) or all(map(_takes_a_loss, path)) else "the head has a hook, or a replaced function"
+    return None if torch_linear_is_intact() else "torch's function of linear layers was replaced"
 
 
 def loss_caller(head: nn.Module) -> Callable[..., tuple] | None:
     """Returns a function that calls `head`, with the arguments `(hidden_states, loss=loss)`. None if `called_reason`
     has one."""
-    if called_reason(head) is not None:
-        return None
     path = _path(head)
     inner = path[-1]
+    if _linear_reason(inner) is not None:
+        return None
     if _runs_bare(path):
         return partial(Linear.forward, inner)
+    if not all(map(_takes_a_loss, path)):
+        return None
     if not isinstance(inner, Linear):
         _swap_head(inner)
     return head  # wrappers pass on their arguments

@@ -46,7 +46,8 @@ class Loss(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """What a patch does in a model when :meth:`PatchHandle.summary` is called. ``str()`` is a table for people."""
+    """The parts and losses of a model that run liger_ext's code when :meth:`PatchHandle.summary` is called. ``str()``
+    returns a table."""
 
     model: str  # the name of its class
     memory: str | None  # the level; several, if modules differ; None: nothing is patched
