@@ -133,7 +133,7 @@ STABLE_TORCH_LIBRARY(liger_ext, m) {
       " Tensor? absmax_offset, int code, int blocksize, int absmax_blocksize) -> ()");
 
   // first_row: the number of x's first row in the matrix of which x is a tile (kernels/seeded_dropout.h).
-  m.def("seeded_dropout(Tensor x, Tensor seed, int stream, int first_row, float p) -> Tensor");
+  m.def("seeded_dropout(Tensor x, Tensor seed, int stream, int count, int first_row, float p) -> Tensor");
   m.def("seeded_dropout_add_(Tensor(a!) total, Tensor x, Tensor seed, int stream, int first_row, float p) -> ()");
 
   // The reference of the benchmarks: a copy at the speed of the memory (kernels/stream_copy.h).

@@ -55,25 +55,26 @@ def dropped(x: Tensor, keep: Tensor, p: float) -> Tensor:
 
 def cases(place: Callable[[Tensor], Tensor] = lambda t: t, kinds=KINDS) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yields the name of a call, its result, and the expected one, for both ops. Shapes have whole vectors, odd and few
-    columns, several tiles of columns, and rows with gaps, also at odd addresses."""
+    columns, several tiles of columns, and rows with gaps, also at odd addresses, with one to three masks."""
     ops, generator = torch.ops.liger_ext, torch.Generator().manual_seed(0)
     for number, (rows, columns, gap, first) in enumerate(
         ((5, 64, 0, 0), (3, 37, 0, 0), (9, 3, 0, 0), (2, 9000, 0, 0), (4, 136, 8, 8), (4, 80, 5, 1), (1, 1, 0, 0))
     ):
         for total_dtype, dtype in kinds:
-            seed, stream, first_row, p = (-1, 2**31 - 1, 2**33 + 5, 0.3) if number % 2 else (12345, 2, 7, 0.05)
-            keep = mask(seed, stream, rows, columns, first_row, p)
-            wide = torch.randn(rows, columns + gap, generator=generator)
+            count = 1 + number % 3
+            odd = (-1, 2**31 - count, 2**33 + 5, 0.3)
+            seed, stream, first_row, p = odd if number % 2 else (12345, 2, 7, 0.05)
+            keeps = [mask(seed, stream + i, rows, columns, first_row, p) for i in range(count)]
+            view, wide = slice(first, first + columns), torch.randn(count, rows, columns + gap, generator=generator)
             total = torch.randn(rows, columns + gap, generator=generator).to(total_dtype)
-            x = wide.to(dtype)[:, first : first + columns]
-            view = slice(first, first + columns)
-            options = place(torch.tensor([seed])), stream, first_row, p
-            expected = total.clone()
-            expected[:, view] = (
-                total[:, view].to(torch.promote_types(total_dtype, torch.float32)) + dropped(x, keep, p)
-            ).to(total_dtype)
-            there, placed = place(wide.to(dtype)), place(total.clone())
-            name = f"{rows} x {columns}, gap {gap} at {first}, {dtype}, total {total_dtype}"
-            yield name, ops.seeded_dropout(there[:, view], *options), dropped(x, keep, p).to(dtype)
-            ops.seeded_dropout_add_(placed[:, view], there[:, view], *options)
-            yield f"add, {name}", placed, expected
+            parts = wide.to(dtype)[..., view]
+            there, placed, seeds = place(wide.to(dtype)), place(total.clone()), place(torch.tensor([seed]))
+            name = f"{count} of {rows} x {columns}, gap {gap} at {first}, {dtype}, total {total_dtype}"
+            found = ops.seeded_dropout(there[0][:, view], seeds, stream, count, first_row, p)
+            yield name, found, torch.stack([dropped(parts[0], keep, p) for keep in keeps]).to(dtype)
+            ops.seeded_dropout_add_(placed[:, view], there[..., view], seeds, stream, first_row, p)
+            added = total[:, view].to(torch.promote_types(total_dtype, torch.float32))
+            for x, keep in zip(parts, keeps, strict=True):
+                added = added + dropped(x, keep, p)
+            total[:, view] = added.to(total_dtype)
+            yield f"add, {name}", placed, total

@@ -4,27 +4,37 @@
 
 namespace liger::LIGER_BACKEND {
 
-inline void check_dropout(const char* op, const Tensor& x, const Tensor& seed, int64_t stream, int64_t first_row, double p) {
-  check_defined(op, x, "x");
-  require(x.dim() == 2, op, ": x has shape ", shape_text(x), ", expected (rows, columns)");
+inline void check_dropout(const char* op, const Tensor& x, const Tensor& seed, int64_t stream, Size count, int64_t first_row, double p) {
   check_dtype(op, x, "x");
   check_device(op, seed, "seed", x, "x");
   require(tensor_type(seed) == ScalarType::Long, op, ": seed has dtype ", dtype_name(tensor_type(seed)), ", expected torch.int64");
   require(seed.numel() == Size(1), op, ": seed has shape ", shape_text(seed), ", expected one element");
-  require(stream >= 0 && stream < int64_t{1} << 31, op, ": stream is ", stream, ", expected 0 or more, and less than 2**31");
+  const int64_t streams = int64_t{1} << 31;
+  require(stream >= 0 && stream < streams, op, ": stream is ", stream, ", expected 0 or more, and less than 2**31");
+  require(count >= Size(1) && count <= Size(streams - stream), op, ": count is ", count,
+          ", expected 1 or more masks, of streams below 2**31");
   require(first_row >= 0, op, ": first_row is ", first_row, ", expected 0 or more");
   require(p >= 0 && p <= 1, op, ": p is ", p, ", expected a probability from 0 to 1");
 }
 
-inline void check_seeded_dropout(const Tensor& x, const Tensor& seed, int64_t stream, int64_t first_row, double p) {
-  check_dropout("seeded_dropout", x, seed, stream, first_row, p);
+inline void check_seeded_dropout(const Tensor& x, const Tensor& seed, int64_t stream, int64_t count, int64_t first_row, double p) {
+  const char* op = "seeded_dropout";
+  check_defined(op, x, "x");
+  require(x.dim() == 2, op, ": x has shape ", shape_text(x), ", expected (rows, columns)");
+  check_dropout(op, x, seed, stream, Size(count), first_row, p);
 }
 
 inline void check_seeded_dropout_add(const Tensor& total, const Tensor& x, const Tensor& seed, int64_t stream, int64_t first_row,
                                      double p) {
   const char* op = "seeded_dropout_add_";
-  check_dropout(op, x, seed, stream, first_row, p);
-  check_like(op, total, "total", x, "x");
+  check_defined(op, x, "x");
+  require(x.dim() == 3, op, ": x has shape ", shape_text(x), ", expected (masks, rows, columns)");
+  check_dropout(op, x, seed, stream, x.size(0), first_row, p);
+  check_defined(op, total, "total");
+  check_device(op, total, "total", x, "x");
+  require(total.dim() == 2 && total.size(0) == x.size(1) && total.size(1) == x.size(2), op, ": total has shape ", shape_text(total),
+          ", x has ", shape_text(x), ", expected (rows, columns) and (masks, rows, columns)");
+  check_dtype(op, total, "total");
   const ScalarType f64 = scalar_type(Dtype::f64), found = tensor_type(total);
   require((found == f64) == (tensor_type(x) == f64), op, ": total has dtype ", dtype_name(found), ", x has ", dtype_name(tensor_type(x)),
           ", expected float64 for both or neither");

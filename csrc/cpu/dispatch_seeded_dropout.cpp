@@ -4,6 +4,9 @@
 
 namespace liger::cpu {
 
-void seeded_dropout(const SeededDropout& a, Stream) { parallel_items(a, a.rows, a.cols, {MappedOutput(a.out, a.rows, a.cols)}); }
+// With several masks an item's rows are not neighbours, so their pages are not mapped ahead.
+void seeded_dropout(const SeededDropout& a, Stream) {
+  parallel_items(a, a.rows, a.cols * a.count, {MappedOutput(a.out, a.add || a.count == 1 ? a.rows : 0, a.cols)});
+}
 
 }  // namespace liger::cpu

@@ -29,18 +29,27 @@ template <class T, class A> [[gnu::flatten]] void drop(const SeededDropout& a, i
   using Bits = vector<std::conditional_t<sizeof(A) == 8, int64_t, int32_t>, lanes<A>>;
   const auto seed = static_cast<uint64_t>(*a.seed);
   for (int64_t i = begin; i < end; ++i) {
-    const auto x = row<T>(Rows(a.x), i);
-    const auto out = row<T>(a.out, i);
+    const auto total = row<T>(a.out, i);
     const auto previous = row<T>(Rows{a.out.data, a.out.stride, a.out.dtype}, i);
     for (int64_t first = 0; first < a.cols; first += block) {
-      uint16_t random[block];
-      numbers(random, first, static_cast<uint64_t>(a.first_row) + static_cast<uint64_t>(i), a.stream, seed);
-      columns<A>(first, first + block < a.cols ? first + block : a.cols, [&](int64_t j, auto n) {
-        const auto number = __builtin_convertvector(load_bytes<vector<uint16_t, lanes<A>>>(random + (j - first)), Bits);
-        const vec<A> scaled = rounded(load<A>(x, j, n) * A(a.scale));
-        const vec<A> dropped = number >= static_cast<int32_t>(a.threshold) ? scaled : vec<A>{};
-        store(out, j, n, a.add ? load<A>(previous, j, n) + dropped : dropped);
-      });
+      const int64_t last = first + block < a.cols ? first + block : a.cols;
+      A sums[block];
+      if (a.add) columns<A>(first, last, [&](int64_t j, auto n) { store<A>(sums + (j - first), Whole{}, load<A>(previous, j, n)); });
+      for (int64_t mask = 0; mask < a.count; ++mask) {
+        const auto x = row<T>(Rows(a.x), a.add ? mask * a.rows + i : i);
+        const auto out = row<T>(a.out, a.add ? i : mask * a.rows + i);
+        uint16_t random[block];
+        numbers(random, first, static_cast<uint64_t>(a.first_row) + static_cast<uint64_t>(i), a.stream + uint32_t(mask), seed);
+        columns<A>(first, last, [&](int64_t j, auto n) {
+          const auto number = __builtin_convertvector(load_bytes<vector<uint16_t, lanes<A>>>(random + (j - first)), Bits);
+          const vec<A> scaled = rounded(load<A>(x, j, n) * A(a.scale));
+          const vec<A> dropped = number >= static_cast<int32_t>(a.threshold) ? scaled : vec<A>{};
+          A* const sum = sums + (j - first);
+          if (a.add) store<A>(sum, Whole{}, load<A>(sum, Whole{}) + dropped);
+          else store(out, j, n, dropped);
+        });
+      }
+      if (a.add) columns<A>(first, last, [&](int64_t j, auto n) { store(total, j, n, load<A>(sums + (j - first), Whole{})); });
     }
   }
 }

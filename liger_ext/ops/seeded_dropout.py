@@ -1,6 +1,11 @@
 """Registers ``torch.ops.liger_ext.seeded_dropout`` and ``seeded_dropout_add_``, LoRA's dropout in the autograd nodes of
-patched models. Their mask depends on seed, stream, row and column only, so that a backward computes it again
+patched models. Their masks depend on seed, stream, row and column only, so that a backward computes them again
 (csrc/kernels/seeded_dropout.h). The ops have no public function.
+
+* ``seeded_dropout(x, seed, stream, count, first_row, p)`` returns the dropouts of x, [rows, columns], with `count`
+  masks, of the streams from `stream` on: [count, rows, columns].
+* ``seeded_dropout_add_(total, x, seed, stream, first_row, p)`` adds the dropouts of the matrices x, [count, rows,
+  columns], each with its own mask, to `total`, and rounds the sum once.
 
 Dropout is linear in x, and its derivative is the same dropout. So both ops have derivatives of any order, which a node
 needs if its backward runs with ``create_graph=True``."""
@@ -27,15 +32,21 @@ class _SeededDropout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        return _dropout(dy, *ctx.saved_tensors, *ctx.options), None, None, None, None
+        (seed,), (stream, _, first_row, p) = ctx.saved_tensors, ctx.options
+        torch.ops.liger_ext.seeded_dropout_add_(dx := dy.new_zeros(dy.shape[1:]), dy, seed, stream, first_row, p)
+        return dx, None, None, None, None, None
 
 
-def _add_(total: Tensor, x: Tensor, *arguments) -> None:
+def _add_(total: Tensor, x: Tensor, seed: Tensor, stream: int, first_row: int, p: float) -> None:
     """Computes ``seeded_dropout_add_`` with its bits, by ops that autograd records."""
-    total.add_(_dropout(x.to(torch.promote_types(x.dtype, torch.float32)), *arguments))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    parts = [_dropout(part.to(wide), seed, stream + i, 1, first_row, p)[0] for i, part in enumerate(x)]
+    total.copy_(sum(parts, total.to(wide)))
 
 
 register_without_derivative(
-    "seeded_dropout", lambda x, *_: x.new_empty(x.shape), lambda *args: applied(_SeededDropout, *args)
+    "seeded_dropout",
+    lambda x, _, stream, count, *__: x.new_empty((count, *x.shape)),
+    lambda *args: applied(_SeededDropout, *args),
 )
 register_without_derivative("seeded_dropout_add_", lambda *_: None, _add_)

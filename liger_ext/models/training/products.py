@@ -10,12 +10,14 @@ few columns inside (the rank), so its time is that of reading and writing the te
   product is added to the first in place. The backward does the same with ``[dY | dY B] [W; A]``.
 
 Dropout draws a mask for each adapter from the node's seed (`seeded_dropout`): the backward computes the mask again, and
-tiles of the rows draw their parts of it. A 4-bit weight is decoded in the forward and again in the backward, each time
+tiles of the rows draw their parts of it. Adapters with the same rate share the passes over their input and its
+gradient. A 4-bit weight is decoded in the forward and again in the backward, each time
 for one matmul.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -139,14 +141,34 @@ class Dropout(NamedTuple):
     seed: Tensor | None
     first_row: int = 0  # the number of the first row in the node's input
 
-    def __call__(self, x: Tensor, adapter: Adapter) -> Tensor:
-        return _seeded_dropout(x, *self._options(adapter)) if adapter.dropout else x
+    def __call__(self, x: Tensor, adapters: Iterable[Adapter]) -> list[Tensor]:
+        """Returns the dropout of x for each adapter."""
+        found: list[Tensor] = []
+        for first, *rest in _runs(adapters):
+            count = 1 + len(rest)
+            if first.dropout:
+                found += _seeded_dropout(x, self.seed, first.stream, count, self.first_row, first.dropout)
+            else:
+                found += [x] * count
+        return found
 
-    def add_(self, total: Tensor, x: Tensor, adapter: Adapter) -> None:
-        _seeded_dropout_add_(total, x, *self._options(adapter))
+    def add_products_(self, total: Tensor | None, low: dict, adapters: Iterable[Adapter], dtype: torch.dtype) -> Tensor:
+        """Adds the dropouts of ``low[stream] @ a`` of the adapters to `total`; None: to zeros in `dtype`."""
+        for run in _runs(adapters):
+            first, rows = run[0], low[run[0].stream].shape[0]
+            parts = first.a.new_empty(len(run), rows, first.a.shape[1])
+            for part, adapter in zip(parts, run, strict=True):
+                torch.mm(low[adapter.stream], adapter.a, out=part)
+            total = parts.new_zeros(parts.shape[1:], dtype=dtype) if total is None else total
+            _seeded_dropout_add_(total, parts, self.seed, first.stream, self.first_row, first.dropout)
+        return total
 
-    def _options(self, adapter: Adapter) -> tuple:
-        return self.seed, adapter.stream, self.first_row, adapter.dropout
+
+def _runs(adapters: Iterable[Adapter]) -> Iterable[list[Adapter]]:
+    """Divides adapters into runs with the same rate of dropout and successive streams."""
+    numbered = enumerate(adapters)
+    for _, run in itertools.groupby(numbered, lambda entry: (entry[1].dropout, entry[1].stream - entry[0])):
+        yield [adapter for _, adapter in run]
 
 
 def linears(x: Tensor, layers: Sequence[Layer], dropout: Dropout) -> tuple[list[Tensor], Tensor | None]:
@@ -206,7 +228,8 @@ def low_products(y: Tensor, layers: Sequence[Layer], dropout: Dropout) -> Tensor
         return None
     if len({a.scaling for a in adapters}) == 1 and not any(a.dropout for a in adapters):
         return _scaled(y, _joined([a.a for a in adapters]).t(), adapters[0].scaling)
-    return _joined([_scaled(dropout(y, a), a.a.t(), a.scaling) for a in adapters], 1)
+    dropped = zip(dropout(y, adapters), adapters, strict=True)
+    return _joined([_scaled(t, a.a.t(), a.scaling) for t, a in dropped], 1)
 
 
 def low_gradients(douts: Sequence[Tensor | None], layers: Sequence[Layer], needs: Sequence[bool], need_x: bool) -> dict:
@@ -245,12 +268,8 @@ def input_gradient(
             rest += plain
     if rest:
         total = _add_product(total, _joined([low[a.stream] for a in rest], 1), _joined([a.a for a in rest]), dtype)
-    for adapter in _adapters(layers):
-        if adapter.dropout and adapter.stream in low:
-            part = low[adapter.stream] @ adapter.a
-            total = part.new_zeros(part.shape, dtype=dtype) if total is None else total
-            dropout.add_(total, part, adapter)
-    return total
+    dropping = [a for a in _adapters(layers) if a.dropout and a.stream in low]
+    return dropout.add_products_(total, low, dropping, dtype)
 
 
 def parameter_gradients(
@@ -286,9 +305,9 @@ def parameter_gradients(
         joined = _product(_joined([low[a.stream] for a in plain], 1).t(), y, plain[0])
         for adapter, part in zip(plain, joined.split_with_sizes([a.a.shape[0] for a in plain]), strict=True):
             gradients[adapter.at] = part
-    for adapter in trained:
-        if adapter.dropout:
-            gradients[adapter.at] = _product(low[adapter.stream].t(), dropout(y, adapter), adapter)
+    dropping = [a for a in trained if a.dropout]
+    for adapter, dropped in zip(dropping, dropout(y, dropping), strict=True):
+        gradients[adapter.at] = _product(low[adapter.stream].t(), dropped, adapter)
 
 
 def reads_input(layers: Sequence[Layer], needs: Sequence[bool], has_low: bool) -> bool:

@@ -9,8 +9,10 @@ decltype(cpu::seeded_dropout) seeded_dropout;
 namespace liger::cpu {
 
 void seeded_dropout(const SeededDropout& a, Stream stream) {
-  const Content content = a.add ? Content::both : Content::output;
-  const Buffers buffers{in("x", a.x, a.rows, a.cols), matrix("out", a.out, a.rows, a.cols, content), in("seed", a.seed, 1, i64)};
+  Buffer x = in("x", a.x, a.add ? a.count * a.rows : a.rows, a.cols);
+  Buffer out = a.add ? matrix("out", a.out, a.rows, a.cols, Content::both) : cpu::out("out", a.out, a.count * a.rows, a.cols);
+  (a.add ? x : out).each *= a.count;
+  const Buffers buffers{x, out, in("seed", a.seed, 1, i64)};
   gpu::seeded_dropout(a, stream);
 }
 
