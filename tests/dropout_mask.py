@@ -12,9 +12,9 @@ KINDS += [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (tor
 
 
 def philox(counter: list[np.ndarray], key: tuple[int, int]) -> list[np.ndarray]:
-    """Philox4x32-10 (Salmon et al., 2011): four words of 32 bits, in uint64."""
+    """Philox4x32-7 (Salmon et al., 2011): four words of 32 bits, in uint64."""
     words, low32 = [np.asarray(c, dtype=np.uint64) for c in counter], np.uint64(0xFFFFFFFF)
-    for i in range(10):
+    for i in range(7):
         keys = [np.uint64((k + i * w) % 2**32) for k, w in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True)]
         a, b = words[0] * np.uint64(0xD2511F53), words[2] * np.uint64(0xCD9E8D57)
         words = [
