@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from examples.demo.training import optimizer_for
 from liger_ext._meter import Meter
+from liger_ext.comparison.child import optimizer_for
 
 from . import footprint, models, suite
 

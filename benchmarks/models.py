@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from examples.demo.models import cast_parameters
 from liger_ext import apply_liger_kernel_to_instance
+from liger_ext.comparison.child import cast_parameters
 from liger_ext.models.modules.loss import MEMORY_LEVELS
 
 from .installed import has

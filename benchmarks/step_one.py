@@ -3,19 +3,17 @@ loss."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from examples.demo.data import batches, hashed_words
-from examples.demo.training import optimizer_for
 from liger_ext._meter import Meter
-from liger_ext._timing import Timing
+from liger_ext._timing import Timing, timed_call
+from liger_ext.comparison.child import optimizer_for
 
 from . import models, suite
-from .train_one import wait
 
 RANK, LEARNING_RATE = 16, 1e-4
 WARM_UP, STEPS = 3, 11
@@ -69,11 +67,8 @@ def measure(
         if number in (0, WARM_UP):
             say(f"step {number + 1} of {WARM_UP + STEPS}")
             meter.reset()
-        wait(place)
-        start = time.perf_counter()
-        loss = step()
-        wait(place)
-        samples.append((time.perf_counter() - start) * 1e6)
+        loss, seconds = timed_call(step, place)
+        samples.append(seconds * 1e6)
     return Measured(Timing.from_samples(samples[WARM_UP:]), meter.peak() - empty, loss.item())
 
 

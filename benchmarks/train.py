@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from examples.demo.report import agreement
 from liger_ext._timing import Timing
+from liger_ext.comparison.report import agreement
 
 from . import saved, suite
 from .children import ask_each

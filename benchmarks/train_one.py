@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from examples.demo.data import batches, hashed_words
-from examples.demo.memory import FixedHidden
-from examples.demo.training import optimizer_for, warm_up
 from liger_ext._meter import Meter
-from liger_ext._timing import Timing
+from liger_ext._timing import Timing, timed_call
+from liger_ext.comparison.child import FixedHidden, optimizer_for, warm_up
 
 from . import models, saved, step_time, suite
 from .footprint import Footprint
@@ -66,11 +65,9 @@ def measure(
         if number in (0, WARM_UP):
             say(f"step {number + 1} of {steps}")
             meter.reset()
-        wait(place)
-        start = time.perf_counter()
-        losses.append(step(number))
-        wait(place)
-        samples.append((time.perf_counter() - start) * 1e6)
+        loss, seconds = timed_call(partial(step, number), place)
+        losses.append(loss)
+        samples.append(seconds * 1e6)
     peak = meter.peak() - empty
 
     say("profile and saved tensors")
@@ -86,11 +83,6 @@ def measure(
     return Measured(
         Timing.from_samples(samples[WARM_UP:]), peak, footprint, spent, kinds, [loss.item() for loss in losses]
     )
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _forward_bytes(forward: Callable[[], torch.Tensor], meter: Meter) -> int:

@@ -11,15 +11,15 @@ before its first step. Only the last layers are trained, to save time.
 from __future__ import annotations
 
 import argparse
-import copy
 import time
 from pathlib import Path
 
 import torch
 
-from examples.demo.models import cast_parameters, load
+from examples.demo.models import load
 from examples.plot import draw
 from liger_ext import apply_liger_kernel_to_llama, losses
+from liger_ext.comparison.child import cast_parameters
 
 NAMES = ["cat", "dog", "tree", "house", "car", "bird", "fish", "book", "rain", "milk", "bread", "road"]
 SEEN, PAIRS, LAYERS = 8, 3, 8  # names to train on, pairs per step, trained layers
@@ -45,7 +45,7 @@ def main(model: str, steps: int, out: Path) -> None:
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _, build, encode = load(model)
-    policy = cast_parameters(copy.deepcopy(build()), torch.float32).to(device).train().requires_grad_(False)
+    policy = cast_parameters(build(), torch.float32).to(device).train().requires_grad_(False)
     apply_liger_kernel_to_llama(model=policy)
     policy.model.layers[-LAYERS:].requires_grad_(True)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]

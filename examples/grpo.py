@@ -10,15 +10,15 @@ model, which computes no full logits. Only the last layers are trained, to save 
 from __future__ import annotations
 
 import argparse
-import copy
 import time
 from pathlib import Path
 
 import torch
 
-from examples.demo.models import cast_parameters, load, load_tokenizer
+from examples.demo.models import load, load_tokenizer
 from examples.plot import draw
 from liger_ext import apply_liger_kernel_to_llama, losses
+from liger_ext.comparison.child import cast_parameters
 
 PROMPTS = ["THE TITLE OF A BOOK: The", "A WARNING: Do not", "THE NAME OF A SONG: My", "A SIGN AT A DOOR: Please"]
 GROUP, TOKENS, LAYERS = 12, 10, 8  # answers per prompt, tokens per answer, trained layers
@@ -34,7 +34,7 @@ def main(model: str, steps: int, out: Path) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _, build, encode = load(model)
     decode = load_tokenizer(model).decode
-    policy = cast_parameters(copy.deepcopy(build()), torch.float32).to(device).train().requires_grad_(False)
+    policy = cast_parameters(build(), torch.float32).to(device).train().requires_grad_(False)
     apply_liger_kernel_to_llama(model=policy)
     policy.model.layers[-LAYERS:].requires_grad_(True)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]

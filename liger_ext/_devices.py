@@ -4,7 +4,9 @@ it. Also names the driver, the compilers and the CPU's instruction set. The doct
 from __future__ import annotations
 
 import ctypes
+import platform
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -49,6 +51,16 @@ def devices() -> list[Device]:
         free, total = torch.cuda.mem_get_info(index)
         found.append(Device(index, properties.name, architecture, code, total, free, running_profile(index)))
     return found
+
+
+def device_name(device: torch.device) -> str:
+    """Returns the name of a GPU, or of the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    return f"{next(names, platform.processor() or platform.machine())}, {torch.get_num_threads()} threads"
 
 
 def driver() -> str:

@@ -1,9 +1,9 @@
-"""Measures device time on a GPU, for tuning and for the benchmarks.
+"""Measures device time on a GPU, for tuning and for the benchmarks, and the wall time of calls on any device.
 
 ``time_graphs`` replays calls that are captured as CUDA graphs, so that a time contains no host time. Before each replay
 it flushes the L2 cache by READING a large buffer: a write would leave dirty lines, whose write-back would count as the
 op's time. The result is the median over replays, with the first and third quartile as the spread.
-``sustained_seconds`` times calls without a graph, back to back.
+``sustained_seconds`` times calls without a graph, back to back. ``timed_call`` measures wall time.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,16 @@ class Timing:
 def failure_text(error: Exception) -> str:
     """Returns the text that replaces the time of a provider that failed, so that the run goes on."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"
+
+
+def timed_call(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
+    """Returns the result of a call, and its seconds until the device has done its work."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
+    wait(device)
+    start = time.perf_counter()
+    result = call()
+    wait(device)
+    return result, time.perf_counter() - start
 
 
 def side_stream(device: str):

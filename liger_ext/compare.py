@@ -1,33 +1,29 @@
 """The command ``python -m liger_ext compare``: trains a model without and with liger_ext on this machine, and shows the
 times of a step, the peak memory and the losses.
 
-Each side is a process of its own, so that neither inherits memory or compiled code, with the same random weights and
-the same batches of random tokens. Neither time nor memory depends on the values of weights.
+Weights and tokens are random: neither time nor memory depends on their values. ``comparison`` trains both sides.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
-import os
-import signal
-import subprocess
-import sys
 import time
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ._meter import Meter
-from ._timing import Timing
-from .inspection import Failed, Impossible, add_source, build, progress, read_config
+from . import _devices
+from .comparison import report
+from .comparison.sides import DTYPES, OURS, STOCK, WARM_UP, train
+from .inspection import Impossible, add_source, read_config
 from .ops._loss_plan import LEVELS
 
-STOCK, OURS = "Hugging Face", "liger_ext"
-WARM_UP, STEPS = 3, 10
+STEPS = 10  # timed steps
 LIMIT = 120  # seconds that the command takes by default
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DEFAULTS = {"loss": False, "lora": None, "weights": None, "batches": None, "trust_remote_code": False}
 
 
 def add_parser(commands: Any) -> None:
@@ -44,6 +40,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="of weights (default: bf16 on a GPU, fp32 on a CPU)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
     parser.add_argument("--memory", choices=LEVELS, default="auto", help="default: auto")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write compare.json, and the picture compare.png")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -59,20 +56,42 @@ def run(arguments: argparse.Namespace) -> int:
     every = getattr(config.get_text_config(), "num_hidden_layers", None)
     if not isinstance(every, int) or every < 1:
         raise Impossible(f"num_hidden_layers of {arguments.source} is {every}, expected 1 or more")
-    device = _device(arguments.device)
-    request = {name: getattr(arguments, name) for name in ("source", "trust_remote_code", "batch", "seq", "lora")}
+    device = find_device(arguments.device)
+    request = DEFAULTS | {"steps": WARM_UP + STEPS, "learning_rate": 1e-4, "level": arguments.memory}
+    request |= {name: getattr(arguments, name) for name in ("source", "trust_remote_code", "batch", "seq", "lora")}
     request |= {"device": str(device), "dtype": arguments.dtype or ("bf16" if device.type == "cuda" else "fp32")}
-    request |= {"level": arguments.memory, "steps": STEPS}
     depths = _depths(arguments.layers, every) or [_affordable(request, every)]
-    found = {depth: {side: _measured(request, side, depth) for side in (STOCK, OURS)} for depth in depths}
-    facts = {"request": request, "layers": every, "measured": found}
+    facts = measured(request, every, depths, lines=False)
+    facts["until"] = None if arguments.layers else LIMIT
+    return report.conclude(facts, "compare", arguments.out, arguments.json)
+
+
+def measured(request: dict[str, Any], every: int, depths: list[int], lines: bool) -> dict[str, Any]:
+    """Trains both sides with each number of layers, of ``every`` that the model has; returns the facts of the report.
+
+    ``lines``: whether progress is printed where there is no terminal.
+    """
+    request = request | {"device_name": _devices.device_name(torch.device(request["device"]))}
+    with report.progress(lines) as show:
+        found = {depth: train(request | {"depth": depth}, (STOCK, OURS), show) for depth in depths}
+    dtype, agreements = DTYPES[request["dtype"]], {}
+    for depth, sides in found.items():
+        agreed = report.agreement(sides[STOCK]["losses"], sides[OURS]["losses"], dtype)
+        agreements[depth] = vars(agreed) | {"holds": agreed.holds}
+    versions = f"torch {torch.__version__}, transformers {version('transformers')}"
+    facts = {"name": found[depths[0]][STOCK]["model"], "versions": versions, "until": None, "request": request}
+    facts |= {"layers": every, "measured": found, "agreement": agreements}
     if len(depths) > 1:
         facts["extrapolated"] = {side: _extrapolated(found, side, every) for side in (STOCK, OURS)}
-    print(json.dumps(facts) if arguments.json else _table(facts, arguments.layers is None))
-    return 0
+    return facts
 
 
-def _device(name: str | None) -> torch.device:
+def find_device(name: str | None) -> torch.device:
+    """Returns the device that an option names, by default a GPU.
+
+    Raises:
+        Impossible: there is none.
+    """
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         if device.type not in ("cpu", "cuda"):
@@ -97,42 +116,15 @@ def _depths(text: str | None, every: int) -> list[int]:
     return depths
 
 
-def _affordable(request: dict, every: int) -> int:
-    """Returns the number of layers with which both sides end within LIMIT, from two unpatched steps of two layers."""
+def _affordable(request: dict[str, Any], every: int) -> int:
+    """Returns the number of layers with which both sides end within LIMIT, from a few unpatched steps of two layers."""
     start, depth = time.monotonic(), min(2, every)
-    probe = _measured(request | {"steps": 2}, STOCK, depth)
+    probe = request | {"steps": WARM_UP + 2, "depth": depth, "device_name": ""}
+    with report.progress(lines=False) as show:
+        step = train(probe, (STOCK,), show)[STOCK]["time"]["median"] / 1e6
     probing = time.monotonic() - start
-    steps = 2 * (WARM_UP + STEPS) * probe["time"]["median"] / 1e6
-    fixed = 2 * max(probing - (WARM_UP + 2) * probe["time"]["median"] / 1e6, 0)  # imports and weights
-    return max(min(every, int(depth * (LIMIT - probing - fixed) / steps)), depth)
-
-
-def _measured(request: dict, side: str, depth: int) -> dict[str, Any]:
-    """Returns what a new process measures for one side.
-
-    Raises:
-        Impossible: it has too little memory.
-        Failed: another error.
-    """
-    asked = json.dumps(request | {"side": side, "depth": depth})
-    # Freed blocks of a megabyte return to the system at once, so that the resident set equals the memory in use.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-    command = [sys.executable, "-m", __spec__.name, asked]
-    pipe = subprocess.PIPE
-    with progress(f"training {depth} layers: {side}"):
-        child = subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
-        try:
-            output, errors = child.communicate()
-        finally:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
-    if child.returncode == 0:
-        return json.loads(output.splitlines()[-1])
-    last = (errors.strip().splitlines() or ["no message"])[-1]
-    if child.returncode == -signal.SIGKILL or "OutOfMemoryError" in errors or "DefaultCPUAllocator" in errors:
-        raise Impossible(f"too little memory for {depth} layers with {side}: pass smaller --batch, --seq or --layers")
-    raise Failed(f"training {depth} layers with {side} failed: {last}")
+    fixed = 2 * max(probing - (WARM_UP + 2) * step, 0)  # imports and weights
+    return max(min(every, int(depth * (LIMIT - probing - fixed) / (2 * request["steps"] * step))), depth)
 
 
 def _extrapolated(found: dict[int, dict], side: str, every: int) -> dict[str, float]:
@@ -144,106 +136,3 @@ def _extrapolated(found: dict[int, dict], side: str, every: int) -> dict[str, fl
 
     times = line(first["time"]["median"], second["time"]["median"])
     return {"peak_bytes": line(first["peak_bytes"], second["peak_bytes"]), "median": times}
-
-
-def _table(facts: dict[str, Any], was_cut: bool) -> str:
-    request, every, lines = facts["request"], facts["layers"], []
-    for depth, sides in facts["measured"].items():
-        stock, ours = sides[STOCK], sides[OURS]
-        cut = (
-            f" (so that this ends in about {LIMIT} s; --layers {every} trains all)" if was_cut and depth < every else ""
-        )
-        lora = f", LoRA of rank {request['lora']}" if request["lora"] else ""
-        lines.append(
-            f"{stock['model']}, {depth} of {every} layers{cut}, {request['batch']} x {request['seq']} tokens{lora}"
-        )
-        lines.append(f"{request['dtype']}, memory={request['level']!r}, {stock['device']}")
-        lines.append(f"  {'':36}{STOCK:>16}{OURS:>16}{'change':>10}")
-        lines.append(_row("time of a step, median, ms", stock["time"]["median"] / 1e3, ours["time"]["median"] / 1e3))
-        for name, quartile in (("low", "first"), ("high", "third")):
-            values = (f"{side['time'][name] / 1e3:,.1f}" for side in (stock, ours))
-            lines.append(f"  {f'    {quartile} quartile':36}" + "".join(f"{value:>16}" for value in values))
-        if any(side["time"]["high"] > 1.2 * side["time"]["low"] for side in (stock, ours)):
-            lines.append("  The times differ by more than 20 %: other work on this machine disturbs them.")
-        lines.append(_row("peak memory of a step, MiB", stock["peak_bytes"] / 2**20, ours["peak_bytes"] / 2**20))
-        difference = max(abs(a - b) for a, b in zip(stock["losses"], ours["losses"], strict=True))
-        lines.append(f"  largest difference of the losses of {len(stock['losses'])} steps: {difference:.2e}")
-    if "extrapolated" in facts:
-        stock, ours = facts["extrapolated"][STOCK], facts["extrapolated"][OURS]
-        lines.append(f"all {every} layers, extrapolated")
-        lines.append(_row("time of a step, ms", stock["median"] / 1e3, ours["median"] / 1e3))
-        lines.append(_row("peak memory of a step, MiB", stock["peak_bytes"] / 2**20, ours["peak_bytes"] / 2**20))
-    return "\n".join(lines)
-
-
-def _row(name: str, stock: float, ours: float) -> str:
-    return f"  {name:36}{stock:>16,.1f}{ours:>16,.1f}{(ours / stock - 1) * 100:>+8.1f} %"
-
-
-# One side, in its process ---------------------------------------------------------------------------------------------
-
-
-def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Trains one side; returns the times of its steps, its peak memory and its losses."""
-    device, dtype = torch.device(request["device"]), DTYPES[request["dtype"]]
-    config = read_config(request["source"], request["trust_remote_code"])
-    cut_layers(config, request["depth"])
-    config.dtype = dtype
-    meter = Meter(device)
-    with device:
-        torch.ones(8, 8).matmul(torch.ones(8, 8))
-    empty = meter.reset() if device.type == "cpu" else 0
-    torch.manual_seed(0)
-    model = trained = build(config, device, request["trust_remote_code"]).train()
-    if request["lora"]:
-        trained = _with_adapters(model, request["lora"])
-    if request["side"] == OURS:
-        from liger_ext import apply_liger_kernel_to_instance
-
-        apply_liger_kernel_to_instance(trained, memory=request["level"])
-    parameters = [p for p in trained.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-    vocab, shape = model.get_input_embeddings().num_embeddings, (request["batch"], request["seq"])
-    generator = torch.Generator().manual_seed(1)
-    times, losses = [], []
-    for number in range(WARM_UP + request["steps"]):
-        tokens = torch.randint(vocab, shape, generator=generator).to(device)
-        if number == WARM_UP:
-            meter.reset()
-        _wait(device)
-        start = time.perf_counter()
-        optimizer.zero_grad(set_to_none=True)
-        loss = trained(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        _wait(device)
-        times.append((time.perf_counter() - start) * 1e6)
-        losses.append(loss.item())
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    facts = {"model": type(model).__name__, "device": name, "losses": losses, "peak_bytes": meter.peak() - empty}
-    return facts | {"time": vars(Timing.from_samples(times[WARM_UP:]))}
-
-
-def cut_layers(config: Any, depth: int) -> None:
-    """Reduces the number of layers of a configuration, and its lists with a value for each layer."""
-    text = config.get_text_config()
-    every = text.num_hidden_layers
-    for name, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == every:
-            setattr(text, name, value[:depth])
-    text.num_hidden_layers = depth
-
-
-def _with_adapters(model: torch.nn.Module, rank: int) -> torch.nn.Module:
-    import peft
-
-    return peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")).train()
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure(json.loads(sys.argv[1]))))

@@ -12,7 +12,6 @@ import importlib.metadata
 import importlib.util
 import json
 import math
-import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,13 +42,6 @@ class Problem:
 def _numbers(version: str) -> tuple[int, ...]:
     parts = version.split("+")[0].split(".")
     return tuple(int(part) for part in parts[:3] if part.isdigit())
-
-
-def _cpu() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
 
 
 def _gib(size: int, digits: int = 0) -> str:
@@ -120,7 +112,6 @@ def _tuned_plans() -> str:
 
 def report() -> list[tuple[str, list[str]]]:
     """Returns the report: headings, and the lines below each."""
-    threads = torch.get_num_threads()
     build = _load.cpu_facts
     gpu_builds = [f"{facts.backend} for {facts.architectures}" for facts in _load.gpu_facts.values()]
     return [
@@ -131,7 +122,7 @@ def report() -> list[tuple[str, list[str]]]:
         ("GPU library", [*(gpu_builds or ["not built"]), _load.gpu_status()]),
         ("tuned plans", [_tuned_plans()]),
         ("driver", [_devices.driver(), _devices.toolkit()]),
-        ("CPU", [f"{_cpu()}, {threads} threads, instruction set {_devices.cpu_isa()}"]),
+        ("CPU", [f"{_devices.device_name(torch.device('cpu'))}, instruction set {_devices.cpu_isa()}"]),
         ("GPU", _gpu_lines(_devices.devices())),
     ]
 

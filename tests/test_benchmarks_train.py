@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from benchmarks import __main__ as cli
 from benchmarks import children, context, context_one, footprint, models, saved, step_time, suite, train
-from examples.demo import training
+from liger_ext.comparison import child
 
 CPU = torch.device("cpu")
 SIZES = dict(hidden_size=32, intermediate_size=80, num_attention_heads=4, num_key_value_heads=2, vocab_size=512)
@@ -324,6 +324,6 @@ def test_warm_up_of_the_learning_rate():
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=7.0)
     rates = []
     for step in range(7):
-        training.warm_up(optimizer, 1.0, step)
+        child.warm_up(optimizer, 1.0, step)
         rates.append(optimizer.param_groups[0]["lr"])
     assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1, 1])

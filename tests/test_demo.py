@@ -1,8 +1,7 @@
-"""Tests of the whole demo, on a model that trains in seconds, and of its comparison of loss curves."""
+"""Tests of the whole demo, on a model that trains in seconds. tests/test_compare.py tests its engine."""
 
 import importlib.util
 import json
-import math
 import os
 import subprocess
 import sys
@@ -10,116 +9,68 @@ from pathlib import Path
 
 import pytest
 import torch
+from comparison_sides import inside  # noqa: F401
 
 from examples.demo import __main__ as demo
-from examples.demo import data, memory, models, report, training
+from examples.demo import models
+from liger_ext.comparison import child
+from liger_ext.comparison.sides import OURS, STOCK
 
 ROOT = Path(__file__).parent.parent
 TINY = ["--model", "random:tiny", "--device", "cpu", "--steps", "9"]
 
 
-@pytest.fixture
-def no_memory_measurement(monkeypatch):
-    """Skips the measurement of memory, which starts processes."""
-    monkeypatch.setattr(memory, "measure_apart", lambda *_: None)
-
-
-def check_outputs(out: Path, printed: str) -> dict:
-    for line in ("time of a step", "tokens per second", "peak memory of the loss", "loss curves agree"):
+def check_outputs(out: Path, printed: str) -> list[list[float]]:
+    """Returns both loss curves."""
+    lines = ("time of a step, median", "tokens per second", "peak memory of the loss", "peak memory of a step")
+    for line in (*lines, "loss, first step", "loss, last step", "The loss curves agree."):
         assert line in printed
     assert (out / "demo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    numbers = json.loads((out / "demo.json").read_text())
-    plain, patched = (numbers["losses"][name] for name in (training.UNPATCHED, training.PATCHED))
-    assert len(plain) == len(patched) == 9
-    # The last step repeats the first step's batch, and its loss must be lower: flat curves would agree, too.
-    assert plain[-1] < plain[0] - 0.01 and patched[-1] < patched[0] - 0.01
-    return numbers
+    (measured,) = json.loads((out / "demo.json").read_text())["measured"].values()
+    curves = [measured[name]["losses"] for name in (STOCK, OURS)]
+    for losses in curves:
+        # The last step repeats the first step's batch, and its loss must be lower: flat curves would agree, too.
+        assert len(losses) == 9 and losses[-1] < losses[0] - 0.01
+    assert all(side["loss_bytes"] > 0 for side in measured.values())
+    return curves
 
 
 def test_command_prints_the_table_and_writes_picture_and_numbers(tmp_path):
+    (tmp_path / "scratch").mkdir()
     command = [sys.executable, "-m", "examples.demo", *TINY, "--dtype", "fp32", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"COLUMNS": "120"})
+    environment = os.environ | {"TMPDIR": str(tmp_path / "scratch")}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    numbers = check_outputs(tmp_path, done.stdout)
+    check_outputs(tmp_path, done.stdout)
     phases = (
         "importing torch and transformers",
         "loading the model and the text",
-        f"measuring peak memory: {training.UNPATCHED}",
-        f"measuring peak memory: {training.PATCHED}",
-        "training with and without liger_ext",
-        "step 2 of 9",
+        "training with and without liger_ext: 9 steps, fp32",
+        f"{STOCK}  building the model",
+        f"{OURS}     building the model",
+        "step 4 of 9",
         "step 9 of 9",
         "time of a step",
     )
     assert done.stdout.startswith(phases[0])
     places = [done.stdout.find(phase) for phase in phases]
     assert -1 not in places and places == sorted(places), done.stdout
-    for measured in numbers["table"]["peak memory of the loss, MiB"].values():
-        assert measured > 0
+    assert not list((tmp_path / "scratch").iterdir())  # batches and configuration are removed
 
 
-def test_bf16(tmp_path, capsys, no_memory_measurement):
+@pytest.mark.usefixtures("inside")
+def test_bf16(tmp_path, capsys):
     assert demo.main([*TINY, "--dtype", "bf16", "--out", str(tmp_path)]) == 0
-    losses = check_outputs(tmp_path, capsys.readouterr().out)["losses"]
-    # The patched model rounds differently: equal bits would mean that nothing was patched.
-    assert losses[training.UNPATCHED] != losses[training.PATCHED]
+    stock, ours = check_outputs(tmp_path, capsys.readouterr().out)
+    assert stock != ours  # The patched model rounds differently: equal bits would mean that nothing was patched.
 
 
-@pytest.mark.slow
-def test_loss_memory_is_measured_and_smaller_with_the_patch(tmp_path):
-    config, _, _ = models.load("random:tiny")
-    config.vocab_size = 32768
-    args = demo.parse([*TINY, "--batch", "4", "--seq", "512", "--dtype", "fp32"])
-    plan = models.make_plan(args, config)
-    plain, patched = (
-        memory.measure_apart(name, config, plan)["loss"] for name in (training.UNPATCHED, training.PATCHED)
-    )
-    logits = 4 * 512 * 32768 * 4
-    assert plain > 1.9 * logits  # at least the logits and their gradient
-    assert patched < 0.75 * plain
-
-
-def test_the_level_of_memory(monkeypatch):
-    """The level applies to the model that trains, and to the one whose memory is measured."""
-    config, build, _ = models.load("random:tiny")
-    plan = models.make_plan(demo.parse([*TINY, "--memory", "low"]), config)
-    requests = []
-
-    def run(command, **_):
-        requests.append(json.loads(command[-1]))
-        return subprocess.CompletedProcess(command, 0, "{}")
-
-    monkeypatch.setattr(memory.subprocess, "run", run)
-    for name in (training.UNPATCHED, training.PATCHED):
-        memory.measure_apart(name, config, plan)
-    assert [request["level"] for request in requests] == [None, "low"]
-    _, patched = training.make_runs(build, plan)
-    assert patched.model.liger_memory == "low"
-
-
-def curves(patched: list[float], dtype: torch.dtype = torch.float32):
-    return report.agreement([5.0, 4.0, 3.0], patched, dtype)
-
-
-def test_agreement_names_the_worst_step():
-    agreed = curves([5.0, 4.00001, 3.0])
-    assert agreed.holds and agreed.step == 2 and agreed.difference == pytest.approx(1e-5)
-    assert not curves([5.0, 4.0, 3.01]).holds
-    assert curves([5.0, 4.0, 3.01], torch.bfloat16).holds
-    assert not curves([5.0, 4.0, 3.1], torch.bfloat16).holds
-
-
-def test_agreement_does_not_hold_for_nan():
-    agreed = curves([5.0, math.nan, 3.0])
-    assert not agreed.holds and agreed.step == 2
-
-
-def test_a_wrong_implementation_ends_with_status_1_and_says_so(tmp_path, monkeypatch, capsys, no_memory_measurement):
-    def broken(model, memory):
-        torch.nn.init.constant_(model.model.norm.weight, 1.02)
-
-    monkeypatch.setattr(training, "patch", broken)
-    assert demo.main([*TINY, "--dtype", "fp32", "--out", str(tmp_path)]) == 1
+@pytest.mark.usefixtures("inside")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_wrong_implementation_ends_with_status_1_and_says_so(dtype, tmp_path, monkeypatch, capsys):
+    wrong = lambda model, memory: torch.nn.init.constant_(model.model.norm.weight, 2.0)  # noqa: E731
+    monkeypatch.setattr(child, "apply_liger_kernel_to_instance", wrong)
+    assert demo.main([*TINY, "--dtype", dtype, "--out", str(tmp_path)]) == 1
     assert "do not agree" in capsys.readouterr().out
 
 
@@ -129,6 +80,7 @@ def test_a_wrong_implementation_ends_with_status_1_and_says_so(tmp_path, monkeyp
         (["--model", "random:none"], "named shapes are"),
         (["--model", "/nowhere"], "neither a folder nor"),
         (["--text", "/nowhere"], "nowhere"),
+        (["--device", "nowhere"], "--device is nowhere"),
     ],
 )
 def test_requests_that_cannot_run_end_with_status_2(tmp_path, capsys, arguments, message):
@@ -136,42 +88,11 @@ def test_requests_that_cannot_run_end_with_status_2(tmp_path, capsys, arguments,
     assert message in capsys.readouterr().out
 
 
-def test_runs_one_after_the_other_give_the_same_losses(tmp_path):
-    """If two models do not fit into memory, the runs follow each other, with the same data, order and losses."""
-    args = demo.parse([*TINY, "--dtype", "fp32"])
-    config, build, encode = models.load(args.model)
-    plan = models.make_plan(args, config)
-    assert plan.together
-    batches = data.batches(encode, 2, plan.batch, plan.seq, None)
-    losses = []
-    for together in (True, False):
-        plan.together = together
-        runs = training.make_runs(build, plan)
-        assert [run.name for run in training.train(runs, batches, plan)].count(training.PATCHED) == plan.steps
-        losses.append([run.losses for run in runs])
-    assert losses[0] == losses[1]
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec(models.PRETRAINED) is None, reason="`make test` installs the model")
-def test_the_pretrained_model(tmp_path, no_memory_measurement):
-    arguments = [
-        "--device",
-        "cpu",
-        "--dtype",
-        "fp32",
-        "--steps",
-        "2",
-        "--batch",
-        "1",
-        "--seq",
-        "64",
-        "--out",
-        str(tmp_path),
-    ]
-    assert demo.main(arguments) == 0
-    losses = json.loads((tmp_path / "demo.json").read_text())["losses"]
-    for name in (training.UNPATCHED, training.PATCHED):
-        assert (
-            losses[name][0] < 5
-        )  # an untrained model has log(49152) = 10.8, so this has the real weights and tokenizer
+def test_the_pretrained_model(tmp_path):
+    arguments = ["--device", "cpu", "--dtype", "fp32", "--steps", "2", "--batch", "1", "--seq", "64", "--out"]
+    assert demo.main([*arguments, str(tmp_path)]) == 0
+    (measured,) = json.loads((tmp_path / "demo.json").read_text())["measured"].values()
+    for side in measured.values():  # an untrained model has log(49152) = 10.8: these are the real weights and tokens
+        assert side["losses"][0] < 5

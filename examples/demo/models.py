@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
@@ -18,6 +19,11 @@ from transformers import (
     PretrainedConfig,
     PreTrainedTokenizerBase,
 )
+
+from liger_ext.compare import find_device
+from liger_ext.comparison.child import free_bytes
+from liger_ext.comparison.sides import DTYPES
+from liger_ext.inspection import build
 
 from .data import hashed_words
 
@@ -28,26 +34,6 @@ SHAPES = {
     "1b": dict(hidden=2048, intermediate=8192, layers=16, heads=(32, 8), vocab=128256, tied=True),
     "8b-layer": dict(hidden=4096, intermediate=14336, layers=1, heads=(32, 8), vocab=128256, tied=False),
 }
-LEVELS = ("fast", "auto", "low", "min")  # levels of memory of the patch
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-@dataclass
-class Plan:
-    """Settings of one demo."""
-
-    device: torch.device
-    dtype: torch.dtype
-    steps: int
-    batch: int
-    seq: int
-    learning_rate: float
-    memory: str  # one of LEVELS
-    together: bool  # both models fit on the device at once, so that their steps can alternate
-
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.seq
 
 
 def load(name: str) -> tuple[PretrainedConfig, Callable[[], torch.nn.Module], Callable[[str], list[int]]]:
@@ -67,19 +53,20 @@ def load(name: str) -> tuple[PretrainedConfig, Callable[[], torch.nn.Module], Ca
             max_position_embeddings=131072,
         )
         return config, lambda: LlamaForCausalLM(config), hashed_words(config.vocab_size)
-    folder, options = _pretrained(name)
-    tokenizer = load_tokenizer(name)
-    model = AutoModelForCausalLM.from_pretrained(folder, **options)
-    return model.config, lambda: model, lambda text: tokenizer(text, verbose=False)["input_ids"]
+    folder, options = pretrained(name)
+    tokenizer, config = load_tokenizer(name), AutoConfig.from_pretrained(folder, **options)
+    load_weights = partial(AutoModelForCausalLM.from_pretrained, folder, **options)
+    return config, load_weights, lambda text: tokenizer(text, verbose=False)["input_ids"]
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder, or of the default model."""
-    folder, options = _pretrained(name)
+    folder, options = pretrained(name)
     return AutoTokenizer.from_pretrained(folder, **options)
 
 
-def _pretrained(name: str) -> tuple[Path, dict[str, str]]:
+def pretrained(name: str) -> tuple[Path, dict[str, str]]:
+    """The folder of a pretrained model, by default the installed one, and the options with which it is loaded."""
     if name:
         folder = Path(name)
     else:
@@ -95,14 +82,6 @@ def _pretrained(name: str) -> tuple[Path, dict[str, str]]:
     return folder, {"gguf_file": gguf[0].name} if gguf else {}
 
 
-def cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """Casts weights to `dtype`. Buffers (rotary frequencies) stay in fp32, as in a model that is loaded in that
-    dtype."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return model
-
-
 def _cpu_multiplies_bf16() -> bool:
     try:
         flags = Path("/proc/cpuinfo").read_text()
@@ -111,42 +90,27 @@ def _cpu_multiplies_bf16() -> bool:
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
-def make_plan(args: argparse.Namespace, config: PretrainedConfig) -> Plan:
-    """Chooses the sizes that the command line does not name.
+def choose_sizes(args: argparse.Namespace, config: PretrainedConfig) -> dict[str, Any]:
+    """Chooses what the command line does not name: device, dtype, steps, batch, tokens of a sequence.
 
     On two CPU cores training the default model takes a few minutes. On a GPU sequences have 2,048 tokens, and the
     batch, at most 8, is the largest whose unpatched step fits in memory.
     """
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = find_device(args.device)
     cuda = device.type == "cuda"
     fast_bf16 = torch.cuda.get_device_capability(device) >= (8, 0) if cuda else _cpu_multiplies_bf16()
-    dtype = DTYPES[args.dtype] if args.dtype else torch.bfloat16 if fast_bf16 else torch.float32
+    dtype = args.dtype or ("bf16" if fast_bf16 else "fp32")
     tiny = config.hidden_size <= 64
     seq = args.seq or (128 if tiny else 2048 if cuda else 256)
-    steps = args.steps or (61 if cuda or tiny else 9 if dtype == torch.bfloat16 else 6)
+    steps = args.steps or (61 if cuda or tiny else 9 if dtype == "bf16" else 6)
 
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    parameters = config.num_hidden_layers * hidden * (4 * hidden + 3 * intermediate)
-    parameters += config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
-    state = parameters * dtype.itemsize * 4  # weights, gradients, two moments
+    size, hidden, intermediate = DTYPES[dtype].itemsize, config.hidden_size, config.intermediate_size
+    parameters = sum(p.numel() for p in build(config, torch.device("meta")).parameters())
+    state = parameters * size * 4  # weights, gradients, two moments
     # Unpatched: the logits, their fp32 copy and the tensors of softmax's forward and backward; per layer the saved
     # tensors.
-    per_token = 16 * config.vocab_size + config.num_hidden_layers * dtype.itemsize * (8 * hidden + 3 * intermediate)
-    room = 0.8 * (torch.cuda.get_device_properties(device).total_memory if cuda else _cpu_memory())
+    per_token = 16 * config.vocab_size + config.num_hidden_layers * size * (8 * hidden + 3 * intermediate)
     batch = args.batch or (8 if cuda else 4)
-    while not args.batch and batch > 1 and state + batch * seq * per_token > room:
+    while not args.batch and batch > 1 and state + batch * seq * per_token > 0.8 * free_bytes(device):
         batch //= 2
-    return Plan(
-        device=device,
-        dtype=dtype,
-        steps=steps,
-        batch=batch,
-        seq=seq,
-        learning_rate=3e-4 if args.model.startswith("random:") else 1e-4,
-        memory=args.memory,
-        together=2 * state + batch * seq * per_token <= room,
-    )
-
-
-def _cpu_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"device": str(device), "dtype": dtype, "steps": steps, "batch": batch, "seq": seq}
