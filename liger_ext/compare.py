@@ -46,10 +46,7 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command and returns its exit status."""
-    for name, least in (("batch", 1), ("seq", 2), ("lora", 1)):
-        value = getattr(arguments, name)
-        if value is not None and value < least:
-            raise Impossible(f"--{name} is {value}, expected {least} or more")
+    check_least(arguments, batch=1, seq=2, lora=1)
     if arguments.lora and importlib.util.find_spec("peft") is None:
         raise Impossible("--lora needs the package peft, which is not installed")
     config = read_config(arguments.source, arguments.trust_remote_code)
@@ -63,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     depths = _depths(arguments.layers, every) or [_affordable(request, every)]
     facts = measured(request, every, depths, lines=False)
     facts["until"] = None if arguments.layers else LIMIT
-    return report.conclude(facts, "compare", arguments.out, arguments.json)
+    return report.conclude(facts, "compare", arguments.out, arguments.json, any_model=True)
 
 
 def measured(request: dict[str, Any], every: int, depths: list[int], lines: bool) -> dict[str, Any]:
@@ -74,16 +71,21 @@ def measured(request: dict[str, Any], every: int, depths: list[int], lines: bool
     request = request | {"device_name": _devices.device_name(torch.device(request["device"]))}
     with report.progress(lines) as show:
         found = {depth: train(request | {"depth": depth}, (STOCK, OURS), show) for depth in depths}
-    dtype, agreements = DTYPES[request["dtype"]], {}
-    for depth, sides in found.items():
-        agreed = report.agreement(sides[STOCK]["losses"], sides[OURS]["losses"], dtype)
-        agreements[depth] = vars(agreed) | {"holds": agreed.holds}
+    curves = {depth: [side["losses"] for side in sides.values()] for depth, sides in found.items()}
+    agreements = {depth: report.agreement(*pair, DTYPES[request["dtype"]]) for depth, pair in curves.items()}
     versions = f"torch {torch.__version__}, transformers {version('transformers')}"
     facts = {"name": found[depths[0]][STOCK]["model"], "versions": versions, "until": None, "request": request}
     facts |= {"layers": every, "measured": found, "agreement": agreements}
     if len(depths) > 1:
         facts["extrapolated"] = {side: _extrapolated(found, side, every) for side in (STOCK, OURS)}
     return facts
+
+
+def check_least(arguments: argparse.Namespace, **least: int) -> None:
+    for name, bound in least.items():
+        value = getattr(arguments, name)
+        if value is not None and value < bound:
+            raise Impossible(f"--{name} is {value}, expected {bound} or more")
 
 
 def find_device(name: str | None) -> torch.device:

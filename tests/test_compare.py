@@ -11,9 +11,9 @@ import time
 
 import pytest
 import torch
-from comparison_sides import inside  # noqa: F401
 from family_models import build
 
+from examples.demo import __main__ as demo
 from liger_ext import compare, doctor
 from liger_ext.comparison import child, report, sides
 from liger_ext.inspection import Failed, Impossible, read_config
@@ -131,12 +131,12 @@ def request(tmp_path, **changes) -> dict:
     return compare.DEFAULTS | sizes | dict(source=folder(tmp_path), depth=2, level="auto") | changes
 
 
-@pytest.mark.usefixtures("inside")
+@pytest.mark.usefixtures("sides_inside")
 def test_sides_that_do_not_fit_together_follow_each_other(tmp_path, monkeypatch):
     """The order of the steps, and the same losses in both orders."""
     losses = []
     for room, order in ((True, "HHH lll Hl lH Hl"), (False, "HHHHHH llllll")):
-        monkeypatch.setattr(sides, "_leaves_room", lambda side, room=room: room)
+        monkeypatch.setattr(sides.Side, "leaves_room", lambda side, room=room: room)
         taken: list[str] = []
         show = lambda side, taken=taken: taken.append(side.name[0] if side.losses else "")  # noqa: E731
         found = sides.train(request(tmp_path), (sides.STOCK, sides.OURS), show)
@@ -161,36 +161,41 @@ def test_loss_memory_is_measured_and_smaller_with_the_patch(tmp_path):
     assert ours < 0.75 * stock
 
 
-def curves(ours: list[float], dtype: torch.dtype = torch.float32):
-    return report.agreement([5.0, 4.0, 3.0], ours, dtype)
+@pytest.mark.parametrize(
+    "ours, dtype, holds",
+    [
+        ([5.0, 4.00001, 3.0], torch.float32, True),
+        ([5.0, 4.01, 3.0], torch.float32, False),
+        ([5.0, 4.01, 3.0], torch.bfloat16, True),
+        ([5.0, 4.1, 3.0], torch.bfloat16, False),
+        ([5.0, math.nan, 3.0], torch.float32, False),
+    ],
+)
+def test_agreement_names_the_worst_step(ours, dtype, holds):
+    agreed = report.agreement([5.0, 4.0, 3.0], ours, dtype)
+    assert agreed["holds"] == holds and agreed["step"] == 2
+    assert math.isnan(ours[1]) or agreed["difference"] == pytest.approx(ours[1] - 4)
 
 
-def test_agreement_names_the_worst_step():
-    agreed = curves([5.0, 4.00001, 3.0])
-    assert agreed.holds and agreed.step == 2 and agreed.difference == pytest.approx(1e-5)
-    assert not curves([5.0, 4.0, 3.01]).holds
-    assert curves([5.0, 4.0, 3.01], torch.bfloat16).holds
-    assert not curves([5.0, 4.0, 3.1], torch.bfloat16).holds
-
-
-def test_agreement_does_not_hold_for_nan():
-    agreed = curves([5.0, math.nan, 3.0])
-    assert not agreed.holds and agreed.step == 2
-
-
-@pytest.mark.usefixtures("inside")
-@pytest.mark.parametrize("dtype, status, words", [("fp32", 1, "Please report"), ("bf16", 0, "--dtype fp32 decides")])
-def test_a_wrong_patch(dtype, status, words, tmp_path, monkeypatch, capsys):
-    """In bf16 rounding can change the experts of a token, so that the status of any model's comparison is 0."""
+@pytest.mark.usefixtures("sides_inside")
+@pytest.mark.parametrize(
+    "command, dtype, status", [("compare", "fp32", 1), ("compare", "bf16", 0), ("demo", "bf16", 1)]
+)
+def test_a_wrong_patch(command, dtype, status, tmp_path, monkeypatch, capsys):
+    """In bf16 rounding may change the experts of a token: then `compare`, which takes any model, only advises."""
     wrong = lambda model, memory: torch.nn.init.constant_(model.model.norm.weight, 2.0)  # noqa: E731
     monkeypatch.setattr(child, "apply_liger_kernel_to_instance", wrong)
-    command = ["compare", folder(tmp_path), "--layers", "1", "--seq", "16", "--device", "cpu", "--dtype", dtype]
-    assert doctor.main(command) == status
+    options = ["--seq", "16", "--device", "cpu", "--dtype", dtype]
+    if command == "demo":
+        found = demo.main(["--model", "random:tiny", "--steps", "9", "--out", str(tmp_path), *options])
+    else:
+        found = doctor.main([command, folder(tmp_path), "--layers", "1", *options])
     printed = capsys.readouterr().out
-    assert "do not agree" in printed and words in printed
+    assert found == status and "do not agree" in printed
+    assert ("Please report" if status else "--dtype fp32 decides") in printed
 
 
-@pytest.mark.usefixtures("inside")
+@pytest.mark.usefixtures("sides_inside")
 @pytest.mark.parametrize("rich", [True, False])
 def test_a_terminal(rich, tmp_path, monkeypatch, capsys):
     """With rich: bars on stderr and a table with lines; without rich the text of a pipe. Without matplotlib: numbers,

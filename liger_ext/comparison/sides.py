@@ -26,7 +26,7 @@ STOCK, OURS = "Hugging Face", "liger_ext"
 WARM_UP = 3  # steps that times exclude: libraries initialise, caches fill
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 COMMAND = [sys.executable, "-m", "liger_ext.comparison.child"]
-TOO_LITTLE = "MemoryError", "OutOfMemoryError", "DefaultCPUAllocator"  # in a traceback
+TOO_LITTLE = "MemoryError", "DefaultCPUAllocator"  # in a traceback, the first also in OutOfMemoryError
 
 
 class Side:
@@ -35,9 +35,7 @@ class Side:
     def __init__(self, name: str, request: dict[str, Any]):
         self.name, self.request = name, request
         self.facts: dict[str, Any] = {}
-        self.losses: list[float] = []
-        self.seconds: list[float] = []
-        self.free_bytes = 0
+        self.losses, self.seconds, self.free_bytes = [], [], 0
 
     def __enter__(self) -> Side:
         # Freed blocks of a megabyte return to the system at once, so that the resident set equals the memory in use.
@@ -50,29 +48,22 @@ class Side:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.end()
-
-    def end(self) -> None:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout, self._errors):
+        for file in (self._process.stdin, self._process.stdout, self._errors):
             with contextlib.suppress(BrokenPipeError):
-                pipe.close()
+                file.close()
 
-    def _answer(self) -> dict[str, Any]:
+    def ask(self, question: Any = None) -> dict[str, Any]:
+        """Sends a question, if there is one, and returns the next answer."""
+        with contextlib.suppress(BrokenPipeError):  # then there is no answer either
+            if question is not None:
+                print(json.dumps(question), file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
         if not line:
             raise self._failure()
         return json.loads(line)
-
-    def _ask(self, question: Any) -> dict[str, Any]:
-        try:
-            self._process.stdin.write(json.dumps(question) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise self._failure() from None
-        return self._answer()
 
     def _failure(self) -> Exception:
         status = self._process.wait()
@@ -84,28 +75,20 @@ class Side:
         last = (errors.strip().splitlines() or [f"ended with status {status}"])[-1]
         return Failed(f"training {self.request['depth']} layers with {self.name} failed: {last}")
 
-    def wait(self) -> None:
-        """Waits until the process has done its imports, which would disturb the times of the other side."""
-        self._answer()
-
-    def build(self) -> None:
-        self.facts = self._ask(self.request)
-
     def step(self) -> None:
-        answer = self._ask("step")
+        answer = self.ask("step")
         self.losses.append(answer["loss"])
         self.seconds.append(answer["seconds"])
         self.facts["peak_bytes"], self.free_bytes = answer["peak_bytes"], answer["free_bytes"]
 
+    def leaves_room(self) -> bool:
+        """Returns whether the other side fits beside this one, after its warm-up; a GPU's context takes memory, too."""
+        peak = self.facts["peak_bytes"]
+        return peak is not None and self.free_bytes > 1.25 * peak + 2**30
+
     def result(self) -> dict[str, Any]:
         time = Timing.from_samples([s * 1e6 for s in self.seconds[min(WARM_UP, len(self.seconds) - 1) :]])
         return self.facts | {"losses": self.losses, "seconds": self.seconds, "time": vars(time)}
-
-
-def _leaves_room(side: Side) -> bool:
-    """Returns whether a second side fits beside this one, which has done its warm-up; a GPU's context takes memory."""
-    peak = side.facts["peak_bytes"]
-    return peak is not None and side.free_bytes > 1.25 * peak + 2**30
 
 
 def train(request: dict[str, Any], names: tuple[str, ...], show: Callable[[Side], None]) -> dict[str, Any]:
@@ -116,10 +99,10 @@ def train(request: dict[str, Any], names: tuple[str, ...], show: Callable[[Side]
         Failed: another error of a side.
     """
     with contextlib.ExitStack() as running:
-        requests = {name: request | ({"level": None} if name == STOCK else {}) for name in names}
-        sides = [running.enter_context(Side(name, requests[name])) for name in names]
+        changes = {STOCK: {"level": None}, OURS: {}}
+        sides = [running.enter_context(Side(name, request | changes[name])) for name in names]
         for side in sides:
-            side.wait()
+            side.ask()  # it has done its imports, which would disturb the times of the other side
 
         def step(side: Side) -> None:
             if len(side.losses) < request["steps"]:
@@ -128,13 +111,13 @@ def train(request: dict[str, Any], names: tuple[str, ...], show: Callable[[Side]
 
         for side in sides:
             show(side)
-            side.build()
+            side.facts = side.ask(side.request)
             for _ in range(WARM_UP):
                 step(side)
-            if side is not sides[-1] and not _leaves_room(side):
+            if side is not sides[-1] and not side.leaves_room():
                 for _ in range(request["steps"]):
                     step(side)
-                side.end()
+                side.__exit__()
         for number in range(request["steps"]):
             for side in sides if number % 2 == 0 else reversed(sides):
                 step(side)
