@@ -108,12 +108,8 @@ def _depths(text: str | None, every: int) -> list[int]:
     """Returns the numbers of layers that the user names."""
     parts = [] if text is None else text.split(",")
     depths = [int(part) for part in parts if part.isdecimal()]
-    if (
-        len(depths) < len(parts)
-        or len(parts) > 2
-        or sorted(set(depths)) != depths
-        or not all(0 < d <= every for d in depths)
-    ):
+    rising = depths == sorted(set(depths)) and all(0 < depth <= every for depth in depths)
+    if not rising or len(depths) < len(parts) or len(parts) > 2:
         raise Impossible(f"--layers is {text}, expected one or two rising numbers from 1 to {every}")
     return depths
 
@@ -129,12 +125,12 @@ def _affordable(request: dict[str, Any], every: int) -> int:
     return max(min(every, int(depth * (LIMIT - probing - fixed) / (2 * request["steps"] * step))), depth)
 
 
-def _extrapolated(found: dict[int, dict], side: str, every: int) -> dict[str, float]:
+def _extrapolated(found: dict[int, dict], side: str, every: int) -> dict[str, float | None]:
     """Returns peak memory and time of all layers: both grow linearly with their number."""
     (few, first), (more, second) = ((depth, sides[side]) for depth, sides in found.items())
 
-    def line(low: float, high: float) -> float:
-        return high + (high - low) / (more - few) * (every - more)
+    def line(low: float | None, high: float | None) -> float | None:
+        return None if low is None or high is None else high + (high - low) / (more - few) * (every - more)
 
     times = line(first["time"]["median"], second["time"]["median"])
     return {"peak_bytes": line(first["peak_bytes"], second["peak_bytes"]), "median": times}

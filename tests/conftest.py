@@ -93,24 +93,3 @@ def device(request):
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
-
-
-@pytest.fixture
-def sides_inside(monkeypatch):
-    """Runs the sides of a comparison in this process, in a fraction of the time of new processes."""
-    from liger_ext.comparison import child, sides
-
-    class Inside(sides.Side):
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            self.trainee = None
-
-        def ask(self, question=None):
-            if question == "step":
-                return self.trainee.step()
-            self.trainee = question and child.Trainee(question)
-            return question and self.trainee.facts
-
-    monkeypatch.setattr(sides, "Side", Inside)

@@ -126,6 +126,27 @@ def test_an_interrupt_ends_the_children(tmp_path):
 # The engine -----------------------------------------------------------------------------------------------------------
 
 
+class Inside(sides.Side):
+    """A side in the process of the tests, which needs a fraction of a new process's time."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.trainee = None
+
+    def ask(self, question=None):
+        if question == "step":
+            return self.trainee.step()
+        self.trainee = question and child.Trainee(question)
+        return question and self.trainee.facts
+
+
+@pytest.fixture
+def sides_inside(monkeypatch):
+    monkeypatch.setattr(sides, "Side", Inside)
+
+
 def request(tmp_path, **changes) -> dict:
     sizes = dict(batch=2, seq=32, steps=6, device="cpu", device_name="here", dtype="fp32", learning_rate=1e-3)
     return compare.DEFAULTS | sizes | dict(source=folder(tmp_path), depth=2, level="auto") | changes

@@ -107,8 +107,8 @@ class Trainee:
         config = read_config(request["source"], request["trust_remote_code"])
         cut_layers(config, request["depth"])
         config.dtype = dtype
-        logits = request["batch"] * request["seq"] * config.get_text_config().vocab_size * dtype.itemsize
-        if request["level"] is None and 2 * logits > free_bytes(self.device):
+        logits = request["batch"] * request["seq"] * getattr(config.get_text_config(), "vocab_size", 0)
+        if request["level"] is None and 2 * dtype.itemsize * logits > free_bytes(self.device):
             raise MemoryError("the logits and their gradient do not fit")
         return build(config, self.device, request["trust_remote_code"])
 
