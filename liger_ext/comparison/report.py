@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from liger_ext import inspection
+
 from .sides import OURS, STOCK, Side
 
 Row = tuple[str, str, float | None, float | None]  # name, format, value of stock, value of ours
@@ -37,7 +39,7 @@ def agreement(stock: list[float], ours: list[float], dtype: torch.dtype) -> dict
 @contextmanager
 def progress(lines: bool) -> Iterator[Callable[[Side], None]]:
     """Yields a function that shows the steps of a side: on a terminal with rich by bars, otherwise, with ``lines``,
-    by a line at the start and after about every fifth of the steps."""
+    by a line at the start and after about every fifth of the steps, or else by one text while they run."""
     bars, tasks = None, {}
     if sys.stderr.isatty() and find_spec("rich"):
         from rich.console import Console
@@ -56,7 +58,7 @@ def progress(lines: bool) -> Iterator[Callable[[Side], None]]:
         elif lines and (done % math.ceil(steps / 5) == 0 or done == steps):
             print(f"{text}  step {done} of {steps}" if done else text, flush=True)
 
-    with bars or nullcontext():
+    with bars or (nullcontext() if lines else inspection.progress("training without and with liger_ext")):
         yield show
 
 
