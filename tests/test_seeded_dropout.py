@@ -163,7 +163,7 @@ BAD = [
     ("p", -0.1, ["p is -0.1", "from 0 to 1"]),
     ("p", 1.5, ["p is 1.5"]),
     ("p", math.nan, ["p is nan"]),
-    ("total", torch.zeros(4, 7), ["total has shape (4, 7)", "(2, 4, 6)"]),
+    ("total", torch.zeros(4, 7), ["total has shape (4, 7)", "(4, 6)"]),
     ("total", torch.zeros(4, 6, dtype=torch.float64), ["total has dtype torch.float64", "both or neither"]),
     ("total", torch.zeros(6, 4).t(), ["total has strides (1, 4)", "contiguous rows"]),
     ("total", torch.zeros(1, 6).expand(4, 6), ["total has strides (0, 1)"]),

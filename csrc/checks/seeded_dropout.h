@@ -30,10 +30,8 @@ inline void check_seeded_dropout_add(const Tensor& total, const Tensor& x, const
   check_defined(op, x, "x");
   require(x.dim() == 3, op, ": x has shape ", shape_text(x), ", expected (masks, rows, columns)");
   check_dropout(op, x, seed, stream, x.size(0), first_row, p);
-  check_defined(op, total, "total");
   check_device(op, total, "total", x, "x");
-  require(total.dim() == 2 && total.size(0) == x.size(1) && total.size(1) == x.size(2), op, ": total has shape ", shape_text(total),
-          ", x has ", shape_text(x), ", expected (rows, columns) and (masks, rows, columns)");
+  check_shape(op, total, "total", {x.size(1), x.size(2)});
   check_dtype(op, total, "total");
   const ScalarType f64 = scalar_type(Dtype::f64), found = tensor_type(total);
   require((found == f64) == (tensor_type(x) == f64), op, ": total has dtype ", dtype_name(found), ", x has ", dtype_name(tensor_type(x)),

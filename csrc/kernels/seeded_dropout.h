@@ -1,10 +1,8 @@
 // Dropout with several masks: of one matrix, which is read once, or of as many matrices, whose dropouts are added to another one, which is
 // read and written once. A mask depends on seed, stream, row and column only, so that a backward computes the mask of its forward again,
-// for any tile of rows and on any device. Element [i, j] is x * scale where its 16-bit random number (math/philox.h: key seed, counter j /
-// 8, first_row
-// + i, stream) is at least `threshold`, and 0 elsewhere, also if x is NaN or infinite there. The product is rounded to fp32 (float64 for
-// float64), so that sums,
-// which are rounded once, have the same bits on every device.
+// for any tile of rows and on any device. Element [i, j] is x * scale where its 16-bit random number (math/philox.h: key seed, counter
+// j / 8, first_row + i, stream) is at least `threshold`, and 0 elsewhere, also if x is NaN or infinite there. The product is rounded to
+// fp32 (float64 for float64), so that sums, which are rounded once, have the same bits on every device.
 #pragma once
 #include "kernels/types.h"
 

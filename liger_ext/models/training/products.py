@@ -11,8 +11,7 @@ few columns inside (the rank), so its time is that of reading and writing the te
 
 Dropout draws a mask for each adapter from the node's seed (`seeded_dropout`): the backward computes the mask again, and
 tiles of the rows draw their parts of it. Adapters with the same rate share the passes over their input and its
-gradient. A 4-bit weight is decoded in the forward and again in the backward, each time
-for one matmul.
+gradient. A 4-bit weight is decoded in the forward and again in the backward, each time for one matmul.
 """
 
 from __future__ import annotations
@@ -152,7 +151,9 @@ class Dropout(NamedTuple):
                 found += [x] * count
         return found
 
-    def add_products_(self, total: Tensor | None, low: dict, adapters: Iterable[Adapter], dtype: torch.dtype) -> Tensor:
+    def add_products_(
+        self, total: Tensor | None, low: dict, adapters: Iterable[Adapter], dtype: torch.dtype
+    ) -> Tensor | None:
         """Adds the dropouts of ``low[stream] @ a`` of the adapters to `total`; None: to zeros in `dtype`."""
         for run in _runs(adapters):
             first, rows = run[0], low[run[0].stream].shape[0]
