@@ -2,79 +2,43 @@
 #pragma once
 #include "checks/cross_entropy.h"
 #include "checks/head.h"
-#include "checks/named.h"
 
 namespace liger::LIGER_BACKEND {
 
-// The arguments of the three ops. The backwards alone have `mix`, from the gradient of the entropy (kernels/cross_entropy.h), and the
-// members of the last line: the gradient of the loss, and results of the forward.
-struct FusedLoss {
-  Tensor x, weight, target;
+// The arguments of the three ops. The backwards alone have `mix`, from the gradient of the entropy (kernels/cross_entropy.h), and results
+// of the forward.
+struct FusedLoss : LossArguments {
+  Tensor x, weight;
   OptionalTensor bias, ce_weight, normalizer, temperature, mix;
-  int64_t ignore_index = -100, reduction = 0;
-  double label_smoothing = 0, lse_square_scale = 0;
-  std::optional<double> softcap;
-  double logit_scale = 1;
-  bool return_entropy = false, return_mean_logits = false, return_log_sum_sq = false;
-  bool use_token_scaling = false, return_z_loss = false, return_token_accuracy = false, return_predicted_tokens = false;
   std::optional<ScalarType> accum_dtype, compute_dtype, logits_dtype;
   int64_t gradients = 0;
   Size chunk_rows = 1, chunk_classes = 1;
   bool need_dx = false, need_dweight = false, need_dbias = false;
-  Tensor dloss, counts, saved, dx, dweight, dbias;
+  Tensor saved, dx, dweight, dbias;
+
+  using F = FusedLoss;
+  static constexpr auto members = std::tuple_cat(LossArguments::members, std::tuple{Member{"x", &F::x},
+                                                                                    Member{"weight", &F::weight},
+                                                                                    Member{"bias", &F::bias},
+                                                                                    Member{"ce_weight", &F::ce_weight},
+                                                                                    Member{"normalizer", &F::normalizer},
+                                                                                    Member{"temperature", &F::temperature},
+                                                                                    Member{"mix", &F::mix},
+                                                                                    Member{"accum_dtype", &F::accum_dtype},
+                                                                                    Member{"compute_dtype", &F::compute_dtype},
+                                                                                    Member{"logits_dtype", &F::logits_dtype},
+                                                                                    Member{"gradients", &F::gradients},
+                                                                                    Member{"chunk_rows", &F::chunk_rows},
+                                                                                    Member{"chunk_classes", &F::chunk_classes},
+                                                                                    Member{"need_dx", &F::need_dx},
+                                                                                    Member{"need_dweight", &F::need_dweight},
+                                                                                    Member{"need_dbias", &F::need_dbias},
+                                                                                    Member{"saved", &F::saved},
+                                                                                    Member{"dx", &F::dx},
+                                                                                    Member{"dweight", &F::dweight},
+                                                                                    Member{"dbias", &F::dbias}});
 
   bool wants_dbias() const { return need_dbias && bias.has_value(); }
-  bool wants_moments() const { return return_entropy || return_mean_logits || return_log_sum_sq; }
-};
-
-// For each op, the members in the order of its schema (NamedArguments).
-struct ForwardOrder {
-  using F = FusedLoss;
-  static constexpr std::tuple fields{&F::x,
-                                     &F::weight,
-                                     &F::target,
-                                     &F::bias,
-                                     &F::ce_weight,
-                                     &F::normalizer,
-                                     &F::temperature,
-                                     &F::ignore_index,
-                                     &F::reduction,
-                                     &F::label_smoothing,
-                                     &F::lse_square_scale,
-                                     &F::softcap,
-                                     &F::logit_scale,
-                                     &F::use_token_scaling,
-                                     &F::return_z_loss,
-                                     &F::return_token_accuracy,
-                                     &F::return_predicted_tokens,
-                                     &F::return_entropy,
-                                     &F::return_mean_logits,
-                                     &F::return_log_sum_sq,
-                                     &F::accum_dtype,
-                                     &F::compute_dtype,
-                                     &F::logits_dtype,
-                                     &F::gradients,
-                                     &F::chunk_rows,
-                                     &F::chunk_classes,
-                                     &F::need_dx,
-                                     &F::need_dweight,
-                                     &F::need_dbias};
-};
-struct BackwardOrder {
-  using F = FusedLoss;
-  static constexpr std::tuple options{&F::ignore_index, &F::reduction,         &F::label_smoothing, &F::lse_square_scale, &F::softcap,
-                                      &F::logit_scale,  &F::use_token_scaling, &F::return_entropy,  &F::accum_dtype,      &F::compute_dtype,
-                                      &F::logits_dtype, &F::gradients,         &F::chunk_rows,      &F::chunk_classes,    &F::need_dx,
-                                      &F::need_dweight, &F::need_dbias};
-  static constexpr auto fields = std::tuple_cat(std::tuple{&F::dloss, &F::x, &F::weight, &F::target, &F::bias, &F::ce_weight,
-                                                           &F::temperature, &F::mix, &F::counts, &F::saved, &F::dx, &F::dweight, &F::dbias},
-                                                options);
-};
-struct BackwardInPlaceOrder {
-  using F = FusedLoss;
-  static constexpr auto fields = std::tuple_cat(std::tuple{&F::dweight, &F::saved, &F::dloss, &F::x, &F::weight, &F::target, &F::bias,
-                                                           &F::ce_weight, &F::temperature, &F::mix, &F::counts, &F::dx, &F::dbias},
-                                                BackwardOrder::options);
 };
 
 // Checks the arguments that only a call for log-probabilities of tokens (linear_log_probs) may have.
@@ -95,7 +59,7 @@ inline bool keeps_lse(const FusedLoss& a, const Size& stored, const Size& vocab)
 }
 
 inline HeadDtypes check_fused_loss(const char* op, const FusedLoss& a) {
-  check_loss_options(op, a.reduction, a.label_smoothing, a.softcap);
+  check_loss_options(op, a);
   const HeadDtypes dtypes = check_head(op, a.x, a.weight, a.bias, a.accum_dtype, a.compute_dtype, a.logits_dtype);
   check_targets(op, a.target, a.ce_weight, "ce_weight", a.x.size(0), a.weight.size(0), dtypes.acc, a.x, "x");
   check_tokens(op, a, dtypes.acc);

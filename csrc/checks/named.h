@@ -1,20 +1,52 @@
-// Passes an op's many arguments as one struct. An op's schema is a flat list of arguments, so an Order lists the struct's members in the
-// order of the schema.
+// Passes an op's arguments as one struct. The op's schema (schemas.h) selects the struct's members by name at compile time, so that neither
+// the order nor the number of arguments stands in another place. A name without a member is a compile error.
+//
+// Struct::members is a tuple of Member{"name", &Struct::member}; the name is that of the schemas.
 #pragma once
+#include <algorithm>
+#include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <utility>
 
 namespace liger {
 
-// run(arguments...) stores the arguments in the members Order::fields of an Order::F, and calls `function` with it. Order::fields is a
-// tuple of member pointers, which may be those of a base class.
-template <class Order, auto function, class Fields = std::remove_cvref_t<decltype(Order::fields)>> struct NamedArguments;
-template <class Order, auto function, class... Structs, class... Members>
-struct NamedArguments<Order, function, std::tuple<Members Structs::*...>> {
-  static auto run(Members... arguments) {
-    typename Order::F named;
-    std::apply([&](auto... field) { ((named.*field = std::move(arguments)), ...); }, Order::fields);
+template <class Pointer> struct Member {
+  std::string_view name;
+  Pointer pointer;
+};
+template <class Pointer> Member(const char*, Pointer) -> Member<Pointer>;
+
+// "Tensor x, Tensor(a!) y" of "op(Tensor x, Tensor(a!) y) -> Tensor".
+constexpr std::string_view schema_arguments(std::string_view schema) {
+  const size_t begin = schema.find('(') + 1;
+  return schema.substr(begin, schema.find(") ->") - begin);
+}
+constexpr size_t argument_count(std::string_view schema) { return 1 + size_t(std::ranges::count(schema_arguments(schema), ',')); }
+constexpr std::string_view argument_name(std::string_view schema, size_t index) {
+  std::string_view text = schema_arguments(schema);
+  for (; index > 0; --index) text.remove_prefix(text.find(", ") + 2);
+  text = text.substr(0, text.find(", "));
+  return text.substr(text.rfind(' ') + 1);
+}
+
+template <class Struct> consteval size_t member_index(std::string_view name) {
+  size_t index = 0, found = std::tuple_size_v<decltype(Struct::members)>;
+  std::apply([&](const auto&... member) { ((found = member.name == name ? index : found, ++index), ...); }, Struct::members);
+  if (found == index) throw "the struct has no member of this name";
+  return found;
+}
+
+// run(arguments...) stores an op's arguments in a Struct, and calls `function` with it.
+template <auto function, const auto& schema, class Indices = std::make_index_sequence<argument_count(schema)>> struct NamedArguments;
+template <class Result, class Struct, Result (*function)(const Struct&), const auto& schema, size_t... index>
+struct NamedArguments<function, schema, std::index_sequence<index...>> {
+  template <size_t i> static constexpr auto pointer = std::get<member_index<Struct>(argument_name(schema, i))>(Struct::members).pointer;
+  template <size_t i> using Argument = std::remove_reference_t<decltype(std::declval<Struct&>().*pointer<i>)>;
+
+  static Result run(Argument<index>... arguments) {
+    Struct named;
+    ((named.*pointer<index> = std::move(arguments)), ...);
     return function(named);
   }
 };

@@ -11,94 +11,17 @@ struct VocabularyShard : FusedLoss {
   int64_t first_class = 0, vocab_size = 1;
   bool predictions = false, keep_logits = false;
   Tensor logits, statistics, best_class, gradient_state;
-};
 
-// For each op, the members in the order of its schema (NamedArguments).
-struct ShardStatisticsOrder {
   using F = VocabularyShard;
-  static constexpr std::tuple fields{&F::x,
-                                     &F::weight,
-                                     &F::target,
-                                     &F::bias,
-                                     &F::ce_weight,
-                                     &F::temperature,
-                                     &F::ignore_index,
-                                     &F::label_smoothing,
-                                     &F::softcap,
-                                     &F::logit_scale,
-                                     &F::return_entropy,
-                                     &F::return_mean_logits,
-                                     &F::return_log_sum_sq,
-                                     &F::accum_dtype,
-                                     &F::compute_dtype,
-                                     &F::logits_dtype,
-                                     &F::first_class,
-                                     &F::vocab_size,
-                                     &F::chunk_rows,
-                                     &F::predictions,
-                                     &F::keep_logits};
-};
-struct ShardLossesOrder {
-  using F = VocabularyShard;
-  static constexpr std::tuple fields{&F::logits,
-                                     &F::statistics,
-                                     &F::best_class,
-                                     &F::x,
-                                     &F::weight,
-                                     &F::target,
-                                     &F::ce_weight,
-                                     &F::normalizer,
-                                     &F::temperature,
-                                     &F::ignore_index,
-                                     &F::reduction,
-                                     &F::label_smoothing,
-                                     &F::lse_square_scale,
-                                     &F::softcap,
-                                     &F::logit_scale,
-                                     &F::use_token_scaling,
-                                     &F::return_z_loss,
-                                     &F::return_token_accuracy,
-                                     &F::return_predicted_tokens,
-                                     &F::return_entropy,
-                                     &F::return_mean_logits,
-                                     &F::return_log_sum_sq,
-                                     &F::compute_dtype,
-                                     &F::first_class,
-                                     &F::vocab_size};
-};
-struct ShardBackwardOrder {
-  using F = VocabularyShard;
-  static constexpr std::tuple fields{&F::dloss,
-                                     &F::x,
-                                     &F::weight,
-                                     &F::target,
-                                     &F::bias,
-                                     &F::ce_weight,
-                                     &F::temperature,
-                                     &F::mix,
-                                     &F::counts,
-                                     &F::gradient_state,
-                                     &F::saved,
-                                     &F::ignore_index,
-                                     &F::reduction,
-                                     &F::label_smoothing,
-                                     &F::lse_square_scale,
-                                     &F::softcap,
-                                     &F::logit_scale,
-                                     &F::use_token_scaling,
-                                     &F::accum_dtype,
-                                     &F::compute_dtype,
-                                     &F::logits_dtype,
-                                     &F::first_class,
-                                     &F::vocab_size,
-                                     &F::chunk_rows,
-                                     &F::need_dx,
-                                     &F::need_dweight,
-                                     &F::need_dbias};
+  static constexpr auto members =
+      std::tuple_cat(FusedLoss::members, std::tuple{Member{"first_class", &F::first_class}, Member{"vocab_size", &F::vocab_size},
+                                                    Member{"predictions", &F::predictions}, Member{"keep_logits", &F::keep_logits},
+                                                    Member{"logits", &F::logits}, Member{"statistics", &F::statistics},
+                                                    Member{"best_class", &F::best_class}, Member{"kept", &F::gradient_state}});
 };
 
 inline HeadDtypes check_shard(const char* op, const VocabularyShard& a) {
-  check_loss_options(op, a.reduction, a.label_smoothing, a.softcap);
+  check_loss_options(op, a);
   const HeadDtypes dtypes = check_head(op, a.x, a.weight, a.bias, a.accum_dtype, a.compute_dtype, a.logits_dtype);
   require(
       a.first_class >= 0 && a.vocab_size >= 1 && a.first_class <= a.vocab_size && a.weight.size(0) <= Size(a.vocab_size - a.first_class),

@@ -19,21 +19,21 @@ template <class Result, class... Args, Result (*op)(Args...), auto check> struct
   }
 };
 
-// The same for an op that takes its arguments as a struct. Order: the struct's members in the order of the schema.
-template <auto op, auto check, class Order> struct CheckedNamed {
-  static constexpr auto checked = [](const auto& named) {
+// The same for an op that takes its arguments as a struct.
+template <auto op, auto check> struct CheckedNamed;
+template <class Result, class Struct, Result (*op)(const Struct&), auto check> struct CheckedNamed<op, check> {
+  static Result run(const Struct& named) {
     check(named);
     return op(named);
-  };
-  static constexpr auto run = &NamedArguments<Order, checked>::run;
+  }
 };
 
 // The function to register for an op: boxed<softmax_op, check_softmax>. It runs the check (csrc/checks), then the op. An exception becomes
-// the Python error that errors.h lists.
-template <auto op, auto check, class... Order> void boxed(StableIValue* stack, uint64_t inputs, uint64_t outputs) {
+// the Python error that errors.h lists. An op that takes a struct also passes its schema.
+template <auto op, auto check, const auto&... schema> void boxed(StableIValue* stack, uint64_t inputs, uint64_t outputs) {
   constexpr auto run = [] {
-    if constexpr (sizeof...(Order) == 0) return &Checked<op, check>::run;
-    else return CheckedNamed<op, check, Order...>::run;
+    if constexpr (sizeof...(schema) == 0) return &Checked<op, check>::run;
+    else return &NamedArguments<&CheckedNamed<op, check>::run, schema...>::run;
   }();
   try {
     TORCH_BOX(run)(stack, inputs, outputs);

@@ -158,7 +158,7 @@ class CrossEntropyLoss {
  private:
   // Returns whether losses need statistics: the kernels for whole rows have no temperatures, no logit_scale and no moments.
   bool by_statistics(const LossRows* results) const {
-    return tokens_.temperature || options.logit_scale != 1 || (results && results->moments.any());
+    return tokens_.temperature || options.logit_scale != 1 || (results && results->arguments.wants_moments());
   }
   // Copies the log-sum-exps of a chunk's rows into Tokens::gradient_state.
   void keep(const Tensor& rows_lse, Range rows) const {

@@ -31,8 +31,7 @@ FusedLossResults fused_loss(const FusedLoss& a) {
   const Counts counts = allocate_counts(scope, target, class_weight, a.normalizer, head.vocab, options, head.acc, state_size);
   const CrossEntropyLoss loss(head, options, target, class_weight, {}, {a.temperature, {}, stored_gradient_state(counts.values)});
   cross_entropy_counts(counts.arguments, scope);
-  LossRows losses(scope, a.x, head.rows, head.acc, options, a.return_z_loss, a.return_token_accuracy, a.return_predicted_tokens,
-                  {a.return_entropy, a.return_mean_logits, a.return_log_sum_sq});
+  LossRows losses(scope, a.x, head.rows, head.acc, a);
   const bool deferred = schedule.gradients == Gradients::deferred, accumulated = schedule.gradients == Gradients::accumulated;
   Schedule summed = schedule;  // the gradients that the forward sums
   summed.dx = schedule.dx && sums_dx(schedule.gradients, head.weight, head.compute, !schedule.cuts_vocabulary(head));

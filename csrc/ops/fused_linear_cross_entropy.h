@@ -7,13 +7,6 @@
 
 namespace liger::LIGER_BACKEND {
 
-inline CrossEntropyOptions loss_options(const FusedLoss& a) {
-  CrossEntropyOptions options =
-      cross_entropy_options(a.ignore_index, a.reduction, a.label_smoothing, a.lse_square_scale, a.softcap, a.use_token_scaling);
-  options.logit_scale = a.logit_scale;
-  return options;
-}
-
 struct FusedLossResults {
   Tensor loss, z_loss, token_accuracy, predicted_tokens, entropy, mean_logits, log_sum_sq;
   Tensor counts, saved, dx, dweight, dbias;  // for the backward

@@ -7,9 +7,9 @@
 
 namespace liger::LIGER_BACKEND {
 
-inline CrossEntropyOptions cross_entropy_options(int64_t ignore_index, int64_t reduction, double label_smoothing, double lse_square_scale,
-                                                 const std::optional<double>& softcap, bool token_scaling = false) {
-  return {ignore_index, label_smoothing, lse_square_scale, softcap.value_or(0), token_scaling, Reduction(reduction)};
+inline CrossEntropyOptions loss_options(const LossArguments& a) {
+  return {a.ignore_index,      a.label_smoothing,      a.lse_square_scale, a.softcap.value_or(0),
+          a.use_token_scaling, Reduction(a.reduction), a.logit_scale};
 }
 
 // The backward's arguments for rows of all classes. The caller sets the upstream gradient, and every other member that is not 0.
@@ -38,32 +38,26 @@ struct Counts {
 Counts allocate_counts(const Scope& scope, const Tensor& target, const OptionalTensor& class_weight, const OptionalTensor& normalizer,
                        int64_t vocab, const CrossEntropyOptions& options, Dtype accumulator, int64_t more = 0);
 
-// The further per-row results that are requested.
-struct Moments {
-  bool entropy = false, mean_logits = false, log_sum_sq = false;
-  bool any() const { return entropy || mean_logits || log_sum_sq; }
-};
-
-// The per-row losses of a whole batch, and the results that the op returns.
+// The per-row losses of a whole batch, and the results that the op returns. The arguments must outlive it.
 class LossRows {
  public:
-  LossRows(const Scope& scope, const Tensor& like, int64_t rows, Dtype accumulator, const CrossEntropyOptions& options, bool return_z_loss,
-           bool return_token_accuracy, bool return_predicted_tokens, Moments = {});
+  LossRows(const Scope& scope, const Tensor& like, int64_t rows, Dtype accumulator, const LossArguments&);
   // Points a chunk's arguments at its part of the buffers.
   void point(CrossEntropyRows& args, int64_t first_row) const;
   // Reduces the losses, after the last chunk. counted: the counts are computed already.
   void finish(const Counts& counts, bool counted);
 
   Tensor loss, z_loss, token_accuracy, predicted_tokens, entropy, mean_logits, log_sum_sq;
-  const Moments moments;
+  const LossArguments& arguments;
 
  private:
+  bool per_row() const { return Reduction(arguments.reduction) == Reduction::none; }
+
   const Scope& scope_;
   int64_t rows_;
   Dtype accumulator_;
-  CrossEntropyOptions options_;
+  bool has_z_;
   Tensor ce_, z_, accuracy_;
-  bool has_z_, return_z_, return_accuracy_, return_predicted_;
 };
 
 }  // namespace liger::LIGER_BACKEND

@@ -1,5 +1,6 @@
 // Registers the fused loss's ops with torch.
 #include "ops/fused_linear_cross_entropy.h"
+#include "schemas.h"
 
 namespace liger::LIGER_BACKEND {
 namespace {
@@ -24,10 +25,11 @@ std::tuple<Tensor, Tensor> backward_in_place_op(const FusedLoss& a) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(liger_ext, LIGER_DISPATCH_KEY, m) {
-  m.impl("fused_linear_cross_entropy", boxed<forward_op, check_fused_linear_cross_entropy, ForwardOrder>);
-  m.impl("fused_linear_cross_entropy_backward", boxed<backward_op, check_fused_linear_cross_entropy_backward, BackwardOrder>);
+  m.impl("fused_linear_cross_entropy", boxed<forward_op, check_fused_linear_cross_entropy, schemas::fused_linear_cross_entropy>);
+  m.impl("fused_linear_cross_entropy_backward",
+         boxed<backward_op, check_fused_linear_cross_entropy_backward, schemas::fused_linear_cross_entropy_backward>);
   m.impl("fused_linear_cross_entropy_backward_",
-         boxed<backward_in_place_op, check_fused_linear_cross_entropy_backward_in_place, BackwardInPlaceOrder>);
+         boxed<backward_in_place_op, check_fused_linear_cross_entropy_backward_in_place, schemas::fused_linear_cross_entropy_backward_>);
 }
 
 }  // namespace liger::LIGER_BACKEND

@@ -15,6 +15,7 @@
 #include "ops/cross_entropy_loss.h"
 #include "ops/fused_linear.h"
 #include "ops/fused_linear_cross_entropy.h"
+#include "schemas.h"
 
 namespace liger::LIGER_BACKEND {
 namespace {
@@ -59,8 +60,7 @@ LossesResult losses_op(const VocabularyShard& a) {
   const CrossEntropyLoss loss = shard_loss(head, a);
   const Counts counts = allocate_counts(scope, loss.target, loss.class_weight, a.normalizer, a.vocab_size, loss.options, head.acc);
   cross_entropy_counts(counts.arguments, scope);
-  LossRows losses(scope, a.x, head.rows, head.acc, loss.options, a.return_z_loss, a.return_token_accuracy, a.return_predicted_tokens,
-                  {a.return_entropy, a.return_mean_logits, a.return_log_sum_sq});
+  LossRows losses(scope, a.x, head.rows, head.acc, a);
   const Tensor gradient_state = allocate(scope, {launch::gradient_state_size(head.rows, a.use_token_scaling)}, head.acc, a.x);
   if (head.rows > 0) {
     const int64_t count = a.statistics.size(0);
@@ -97,10 +97,10 @@ BackwardResult backward_op(const VocabularyShard& a) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(liger_ext, LIGER_DISPATCH_KEY, m) {
-  m.impl("vocabulary_shard_statistics", boxed<statistics_op, check_vocabulary_shard_statistics, ShardStatisticsOrder>);
-  m.impl("vocabulary_shard_losses_", boxed<losses_op, check_vocabulary_shard_losses, ShardLossesOrder>);
-  m.impl("vocabulary_shard_backward", boxed<backward_op, check_vocabulary_shard_backward, ShardBackwardOrder>);
-  m.impl("vocabulary_shard_backward_", boxed<backward_op, check_vocabulary_shard_backward_in_place, ShardBackwardOrder>);
+  m.impl("vocabulary_shard_statistics", boxed<statistics_op, check_vocabulary_shard_statistics, schemas::vocabulary_shard_statistics>);
+  m.impl("vocabulary_shard_losses_", boxed<losses_op, check_vocabulary_shard_losses, schemas::vocabulary_shard_losses_>);
+  m.impl("vocabulary_shard_backward", boxed<backward_op, check_vocabulary_shard_backward, schemas::vocabulary_shard_backward>);
+  m.impl("vocabulary_shard_backward_", boxed<backward_op, check_vocabulary_shard_backward_in_place, schemas::vocabulary_shard_backward_>);
 }
 
 }  // namespace liger::LIGER_BACKEND

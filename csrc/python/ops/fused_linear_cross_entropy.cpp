@@ -2,14 +2,16 @@
 
 #include "kernels/bad_target.h"
 #include "python/ops.h"
+#include "schemas.h"
 
 namespace liger::python {
 
 const OpBindings fused_linear_cross_entropy_bindings([](py::module_& m, py::module_& checks) {
-  checks.def("fused_linear_cross_entropy", &NamedArguments<ForwardOrder, check_fused_linear_cross_entropy>::run);
-  checks.def("fused_linear_cross_entropy_backward", &NamedArguments<BackwardOrder, check_fused_linear_cross_entropy_backward>::run);
+  checks.def("fused_linear_cross_entropy", &NamedArguments<&check_fused_linear_cross_entropy, schemas::fused_linear_cross_entropy>::run);
+  checks.def("fused_linear_cross_entropy_backward",
+             &NamedArguments<&check_fused_linear_cross_entropy_backward, schemas::fused_linear_cross_entropy_backward>::run);
   checks.def("fused_linear_cross_entropy_backward_",
-             &NamedArguments<BackwardInPlaceOrder, check_fused_linear_cross_entropy_backward_in_place>::run);
+             &NamedArguments<&check_fused_linear_cross_entropy_backward_in_place, schemas::fused_linear_cross_entropy_backward_>::run);
   m.attr("rows_left_out") = rows_left_out;
   // The fake implementation computes the sizes of the forward's results by these functions. A size is a number or a symbol.
   m.def("overlaid_room", [](const Size& hidden, const ScalarType& weight, const ScalarType& compute) {
