@@ -20,6 +20,8 @@ from collections.abc import Callable
 
 import torch
 
+from liger_ext.ops._schema import argument_names, with_names
+
 _ops: list[torch._ops.OpOverload] = []
 
 
@@ -60,14 +62,21 @@ def disabled_in_graphs(function: Callable) -> Callable:
 
 
 def flop_formula(op: torch._ops.OpOverloadPacket) -> Callable:
-    """Does what `torch.utils.flop_counter.register_flop_formula` does, as soon as that module is imported."""
+    """Does what `torch.utils.flop_counter.register_flop_formula` does, as soon as that module is imported. The
+    parameters of the formula name the op's arguments that it reads, tensors included."""
+    names = argument_names(op.default)
 
     def register(formula: Callable) -> Callable:
+        bound = with_names(formula, names)
+
+        def flops(*args, out_val=None, **kwargs):
+            return bound([*args, *(kwargs[name] for name in names[len(args) :])])
+
         counter = sys.modules.get(_COUNTER)
         if counter is None:
-            _formulas.append((op, formula))
+            _formulas.append((op, flops))
         else:
-            counter.register_flop_formula(op)(formula)
+            counter.register_flop_formula(op, get_raw=True)(flops)
         return formula
 
     return register
@@ -96,7 +105,7 @@ class _CounterFinder(importlib.abc.MetaPathFinder):
             run(module)
             while _formulas:
                 op, formula = _formulas.pop()
-                module.register_flop_formula(op)(formula)
+                module.register_flop_formula(op, get_raw=True)(formula)
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
 

@@ -19,7 +19,8 @@ only reads them. Otherwise it computes dweight in the memory that the forward ha
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,68 +35,36 @@ from liger_ext.ops._checks import REDUCTIONS, accumulator, condition_holds
 from liger_ext.ops._compile import flop_formula
 from liger_ext.ops._loss_plan import padded_vocab
 from liger_ext.ops._register import register, register_without_derivative
+from liger_ext.ops._schema import argument_names, called_by_name, result_names
 from liger_ext.ops.cross_entropy import fake_results
 
-_forward_op = torch.ops.liger_ext.fused_linear_cross_entropy.default
-_backward_op = torch.ops.liger_ext.fused_linear_cross_entropy_backward.default
-_backward_in_place = torch.ops.liger_ext.fused_linear_cross_entropy_backward_.default
+_op = torch.ops.liger_ext.fused_linear_cross_entropy.default
+_backward_op = called_by_name(torch.ops.liger_ext.fused_linear_cross_entropy_backward.default)
+_backward_in_place = called_by_name(torch.ops.liger_ext.fused_linear_cross_entropy_backward_.default)
 
 _DEFERRED, _ACCUMULATED, _RECOMPUTED, _OVERLAID = map(
     int, (_C.Gradients.deferred, _C.Gradients.accumulated, _C.Gradients.recomputed, _C.Gradients.overlaid)
 )
 
+_NAMES, RESULTS = argument_names(_op), result_names(_op)
+TENSORS = [argument.name for argument in _op._schema.arguments if "Tensor" in str(argument.type)]
+_Fields: Any = namedtuple("_Fields", _NAMES, defaults=[_C.loss_defaults[n] for n in _NAMES if n in _C.loss_defaults])
 
-TENSORS = 7  # the number of the op's tensor arguments, which come first
-ENTROPY = 4  # the index of the entropy in the op's results
+
+OPTIONS = [name for name in _NAMES if name not in TENSORS]
+_SAVED = ("x", "weight", "target", "bias", "ce_weight", "temperature")
+_SAVED += "loss", "entropy", "counts", "saved", "dx", "dweight", "dbias"
 
 
-class LossArguments(NamedTuple):
-    """The op's arguments, in the order of its schema."""
+class LossArguments(_Fields):
+    """The op's arguments, in the order of its schema, with the defaults of csrc/checks."""
 
-    x: Tensor
-    weight: Tensor
-    target: Tensor
-    bias: Tensor | None = None
-    ce_weight: Tensor | None = None
-    normalizer: Tensor | None = None
-    temperature: Tensor | None = None
-    ignore_index: int = -100
-    reduction: int = REDUCTIONS["none"]
-    label_smoothing: float = 0.0
-    lse_square_scale: float = 0.0
-    softcap: float | None = None
-    logit_scale: float = 1.0
-    use_token_scaling: bool = False
-    return_z_loss: bool = False
-    return_token_accuracy: bool = False
-    return_predicted_tokens: bool = False
-    return_entropy: bool = False
-    return_mean_logits: bool = False
-    return_log_sum_sq: bool = False
-    accum_dtype: torch.dtype | None = None
-    compute_dtype: torch.dtype | None = None
-    logits_dtype: torch.dtype | None = None
-    gradients: int = 0
-    chunk_rows: int = 1
-    chunk_classes: int = 1
-    need_dx: bool = False
-    need_dweight: bool = False
-    need_dbias: bool = False
+    __slots__ = ()
 
     @property
     def compute(self) -> torch.dtype:
         """The dtype of the matmuls. The losses have the dtype of its accumulator."""
         return _compute(self.x, self.weight, self.compute_dtype)
-
-    def wide_logits(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether the logits are wider than the operands of the matmuls."""
-        return self.logits_dtype not in (None, _compute(x, weight, self.compute_dtype))
-
-
-# The options that the backward ops take: all but the ``return_*`` flags, except ``return_entropy``.
-_BACKWARD_OPTIONS = [
-    name for name in LossArguments._fields[TENSORS:] if name == "return_entropy" or not name.startswith("return_")
-]
 
 
 def autocast_dtype(device_type: str, x: Tensor, weight: Tensor) -> torch.dtype | None:
@@ -107,8 +76,8 @@ def autocast_dtype(device_type: str, x: Tensor, weight: Tensor) -> torch.dtype |
     return torch.get_autocast_dtype(device_type)
 
 
-def _autocast(device_type, *args):
-    args = LossArguments(*args)
+def _autocast(device_type, *values):
+    args = LossArguments(*values)
     if args.compute_dtype is not None:
         return args
     return args._replace(compute_dtype=autocast_dtype(device_type, args.x, args.weight))
@@ -118,8 +87,35 @@ def _compute(x: Tensor, weight: Tensor, compute_dtype: torch.dtype | None) -> to
     return torch.promote_types(x.dtype, weight.dtype) if compute_dtype is None else compute_dtype
 
 
-def _fake(*args):
-    args = LossArguments(*args)
+def wide_logits(x: Tensor, weight: Tensor, compute_dtype: torch.dtype | None, logits_dtype: torch.dtype | None) -> bool:
+    """Whether the logits are wider than the operands of the matmuls."""
+    return logits_dtype not in (None, _compute(x, weight, compute_dtype))
+
+
+def fake_loss_results(
+    dtype,
+    *,
+    x,
+    reduction,
+    return_z_loss,
+    return_token_accuracy,
+    return_predicted_tokens,
+    return_entropy,
+    return_mean_logits,
+    return_log_sum_sq,
+    **_,
+):
+    """Returns the results for users, loss to log_sum_sq, without data."""
+    rows = x.shape[0]
+    moments = return_entropy, return_mean_logits, return_log_sum_sq
+    return (
+        *fake_results(x, rows, dtype, reduction, return_z_loss, return_token_accuracy, return_predicted_tokens),
+        *(x.new_empty(rows if moment else 0, dtype=dtype) for moment in moments),
+    )
+
+
+def _fake(**values):
+    args = LossArguments(**values)
     x, weight, compute = args.x, args.weight, args.compute
     acc = accumulator(compute)
     rows, hidden = x.shape
@@ -139,12 +135,9 @@ def _fake(*args):
         memory, rest = _C.sum_sizes(vocab, hidden, summed, weight.dtype)
         saved, dweight = x.new_empty(rest, dtype=summed), x.new_empty(memory, dtype=summed)
     sums_dx = _C.sums_dx(args.gradients, weight.dtype, compute, condition_holds(stored >= vocab))
-    wanted = args.reduction, args.return_z_loss, args.return_token_accuracy, args.return_predicted_tokens
     state_size = _C.gradient_state_size(rows, args.use_token_scaling) if needs_state or args.return_entropy else 0
-    moments = args.return_entropy, args.return_mean_logits, args.return_log_sum_sq
     return (
-        *fake_results(x, rows, acc, *wanted),
-        *(x.new_empty(rows if moment else 0, dtype=acc) for moment in moments),
+        *fake_loss_results(acc, **values),
         x.new_empty(_C.cross_entropy_counts + state_size, dtype=acc),
         saved,
         x.new_empty((rows, hidden) if args.need_dx and sums_dx else 0, dtype=compute),
@@ -153,8 +146,7 @@ def _fake(*args):
     )
 
 
-def _fake_backward(dloss, x, weight, target, bias, *others):
-    *_, compute_dtype, _, _, _, _, need_dx, need_dweight, need_dbias = others
+def _fake_backward(x, weight, bias, compute_dtype, need_dx, need_dweight, need_dbias):
     acc = accumulator(_compute(x, weight, compute_dtype))
     need_dbias = need_dbias and bias is not None
     return (
@@ -164,36 +156,35 @@ def _fake_backward(dloss, x, weight, target, bias, *others):
     )
 
 
-def _fake_backward_in_place(dweight, saved, dloss, x, weight, target, bias, *others):
-    dx, _, dbias = _fake_backward(dloss, x, weight, target, bias, *others)
+def _fake_backward_in_place(x, weight, bias, compute_dtype, need_dx, need_dbias):
+    dx, _, dbias = _fake_backward(x, weight, bias, compute_dtype, need_dx, False, need_dbias)
     return dx, dbias
 
 
-def _setup_context(ctx, inputs, output):
-    args = LossArguments(*inputs)
-    x, weight, target, bias, ce_weight = inputs[:5]
-    need_dx, need_dweight, need_dbias = args[-3:]
-    for index, name, need in ((0, "x", need_dx), (1, "weight", need_dweight), (3, "bias", need_dbias)):
-        if ctx.needs_input_grad[index] and not need:
+def _setup_context(ctx, **values):
+    for name in ("x", "weight", "bias"):
+        if ctx.needs_input_grad[_NAMES.index(name)] and not values[f"need_d{name}"]:
             raise RuntimeError(
                 f"liger_ext::fused_linear_cross_entropy was called with need_d{name}=False, but {name} requires a "
                 f"gradient. Pass need_d{name}=True, or {name}.detach()"
             )
-    others = output[1:]
-    entropy = output[ENTROPY] if args.return_entropy else None
+    differentiable = {"loss", "entropy"} if values["return_entropy"] else {"loss"}
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*(t for t in others if t is not entropy))
+    ctx.mark_non_differentiable(*(values[name] for name in RESULTS if name not in differentiable))
+    saved = {name: values[name] for name in _SAVED}
     # The detached weight is saved, as torch's linear layers save a view: a new `.data` of the parameter before the
     # backward then has no effect. With DeepSpeed's ZeRO 3 (attribute ds_id) the parameter itself is saved: ZeRO 3
     # empties its parameters after the forward to save memory, and fills them again before the backward.
-    saved_weight = weight if hasattr(weight, "ds_id") else weight.detach()
-    for_backward = output[-5:]
-    both = (None, None) if entropy is None else (output[0], entropy)
-    ctx.save_for_backward(x, saved_weight, target, bias, ce_weight, args.temperature, *both, *for_backward)
-    dweight = for_backward[3]
+    if not hasattr(saved["weight"], "ds_id"):
+        saved["weight"] = saved["weight"].detach()
+    if not values["return_entropy"]:
+        saved["loss"] = saved["entropy"] = None
+    ctx.save_for_backward(*saved.values())
+    dweight = values["dweight"]
     # The backward may overwrite dweight's memory only if no other code sees it, including the caller of the op.
     ctx.overwrites_dweight = getattr(ctx, "outputs_private", False) and dweight.numel() > 0 and is_private(dweight)
-    ctx.options = LossArguments(*(None,) * TENSORS, *args[TENSORS:])  # without the tensors, which ctx saves
+    # The options of the backward must be those of the forward, since the saved tensors depend on them.
+    ctx.options = {name: values[name] for name in OPTIONS}
 
 
 def is_private(saved: Tensor) -> bool:
@@ -221,12 +212,15 @@ def recomputed_rows(weight: Tensor, wide_logits: bool) -> int:
     return max(weight.shape[1] // (3 if wide_logits else 1), 128)
 
 
-def _recomputed(args: LossArguments, x: Tensor, weight: Tensor) -> LossArguments:
-    """Returns the arguments of a backward that recomputes the logits, in the forward's chunks if it had several."""
-    if args.gradients not in (_ACCUMULATED, _RECOMPUTED):
-        rows = recomputed_rows(weight, args.wide_logits(x, weight))
-        args = args._replace(chunk_rows=rows, chunk_classes=weight.shape[0])
-    return args._replace(gradients=_RECOMPUTED)
+def _recompute(values: dict[str, Any]) -> None:
+    """Has a backward recompute the logits, in the forward's chunks if it had several."""
+    if values["gradients"] not in (_ACCUMULATED, _RECOMPUTED):
+        weight = values["weight"]
+        values["chunk_rows"] = recomputed_rows(
+            weight, wide_logits(values["x"], weight, values["compute_dtype"], values["logits_dtype"])
+        )
+        values["chunk_classes"] = weight.shape[0]
+    values["gradients"] = _RECOMPUTED
 
 
 def scale_gradient(dloss: Tensor, temperature: Tensor | None, logit_scale: float) -> Tensor:
@@ -237,39 +231,33 @@ def scale_gradient(dloss: Tensor, temperature: Tensor | None, logit_scale: float
     return dloss * (logit_scale if temperature is None else logit_scale / temperature)
 
 
-def _backward(ctx, saved, dloss, *others):
-    args, dentropy = ctx.options, others[ENTROPY - 1]
-    gradients = [None] * len(LossArguments._fields)
-    if dloss is not None or dentropy is not None:
-        x, weight, target, bias, ce_weight, temperature, loss, entropy, *results = saved
-        mix = None
-        if args.reduction == REDUCTIONS["none"]:  # a NaN in the gradient of an ignored row must not reach the sums
-            ignored = target == args.ignore_index
-            dloss, dentropy = (d if d is None else torch.where(ignored, 0.0, d) for d in (dloss, dentropy))
-        some = dentropy if dloss is None else dloss
-        batched = torch._C._functorch.is_legacy_batchedtensor(some)  # torch.autograd.grad(is_grads_batched=True)
-        in_place = ctx.overwrites_dweight and not batched and not _get_current_graph_task_keep_graph()
-        if dentropy is not None:
-            dloss, mix = combine_gradients(dloss, dentropy, loss, entropy)
-            if not (in_place and args.gradients == _OVERLAID and args.softcap is None):
-                # No gradient of the logits is stored, or it may not be overwritten or contains no probabilities. So the
-                # backward recomputes the logits.
-                in_place, args = False, _recomputed(args, x, weight)
-        dloss = scale_gradient(dloss, temperature, args.logit_scale)
-        inputs = x, weight, target, bias, ce_weight, temperature, mix
-        # The options must be those of the forward, since the saved tensors depend on them.
-        options = (getattr(args, name) for name in _BACKWARD_OPTIONS)
-        if in_place:
-            counts, rest, dx, memory, dbias = results
-            dx, dbias = _backward_in_place(memory, rest, dloss, *inputs, counts, dx, dbias, *options)
-            torch.autograd.graph.increment_version((memory, rest))
-            dweight = memory.view(weight.dtype)[: weight.numel()].view(weight.shape)
-        else:
-            dx, dweight, dbias = _backward_op(dloss, *inputs, *results, *options)
-        for index, gradient in ((0, dx), (1, dweight), (3, dbias)):
-            if ctx.needs_input_grad[index]:
-                gradients[index] = gradient
-    return tuple(gradients)
+def _backward(ctx, saved, dloss, dentropy):
+    if dloss is None and dentropy is None:
+        return {}
+    values = {**ctx.options, **dict(zip(_SAVED, saved, strict=True)), "mix": None}
+    weight, temperature, dweight = values["weight"], values["temperature"], values["dweight"]
+    if values["reduction"] == REDUCTIONS["none"]:  # a NaN in the gradient of an ignored row must not reach the sums
+        ignored = values["target"] == values["ignore_index"]
+        dloss, dentropy = (d if d is None else torch.where(ignored, 0.0, d) for d in (dloss, dentropy))
+    some = dentropy if dloss is None else dloss
+    batched = torch._C._functorch.is_legacy_batchedtensor(some)  # torch.autograd.grad(is_grads_batched=True)
+    in_place = ctx.overwrites_dweight and not batched and not _get_current_graph_task_keep_graph()
+    if dentropy is not None:
+        dloss, values["mix"] = combine_gradients(dloss, dentropy, values["loss"], values["entropy"])
+        if not (in_place and values["gradients"] == _OVERLAID and values["softcap"] is None):
+            # No gradient of the logits is stored, or it may not be overwritten or contains no probabilities. So the
+            # backward recomputes the logits.
+            in_place = False
+            _recompute(values)
+    values["dloss"] = scale_gradient(dloss, temperature, values["logit_scale"])
+    if in_place:
+        dx, dbias = _backward_in_place(**values)
+        torch.autograd.graph.increment_version((dweight, values["saved"]))
+        dweight = dweight.view(weight.dtype)[: weight.numel()].view(weight.shape)
+    else:
+        dx, dweight, dbias = _backward_op(**values)
+    gradients = {"x": dx, "weight": dweight, "bias": dbias}
+    return {name: g for name, g in gradients.items() if ctx.needs_input_grad[_NAMES.index(name)]}
 
 
 call_op = register(
@@ -278,7 +266,6 @@ call_op = register(
     fake_backward=_fake_backward,
     setup_context=_setup_context,
     backward=_backward,
-    differentiable=4,  # x, weight, target, bias
     autocast=_autocast,
 )
 
@@ -286,31 +273,31 @@ call_op = register(
 register_without_derivative("fused_linear_cross_entropy_backward_", _fake_backward_in_place)
 
 
-# Formulas for torch.utils.flop_counter, which passes shapes in place of tensors: the matmuls of forward and backward.
-def _matmul_flops(x_shape, weight_shape, matmuls: int) -> int:
-    return 2 * x_shape[0] * x_shape[1] * weight_shape[0] * matmuls
+# Formulas for torch.utils.flop_counter: the matmuls of forward and backward. Sizes may be symbolic.
+def _matmul_flops(x, weight, matmuls) -> int:
+    return 2 * x.shape[0] * x.shape[1] * weight.shape[0] * matmuls
+
+
+def _forward_sums_dx(gradients, weight, compute, chunk_classes):
+    return _C.sums_dx(gradients, weight.dtype, compute, condition_holds(chunk_classes >= weight.shape[0]))
 
 
 @flop_formula(torch.ops.liger_ext.fused_linear_cross_entropy)
-def _forward_flops(x_shape, weight_shape, *args, **_) -> int:
-    gradients, _, chunk_classes, need_dx, need_dweight, _ = args[-6:]
+def _forward_flops(x, weight, gradients, chunk_classes, compute_dtype, need_dx, need_dweight) -> int:
     # With chunks of classes, the logits are computed twice: for their statistics, and for their gradient.
-    again = gradients == _ACCUMULATED and chunk_classes < weight_shape[0]
-    return _matmul_flops(x_shape, weight_shape, 1 + again + (gradients == _ACCUMULATED) * (need_dx + need_dweight))
+    again = gradients == _ACCUMULATED and chunk_classes < weight.shape[0]
+    with_dx = need_dx and _forward_sums_dx(gradients, weight, _compute(x, weight, compute_dtype), chunk_classes)
+    return _matmul_flops(x, weight, 1 + again + with_dx + (need_dweight and gradients == _ACCUMULATED))
 
 
 @flop_formula(torch.ops.liger_ext.fused_linear_cross_entropy_backward)
-def _backward_flops(dloss_shape, x_shape, weight_shape, *args, **_) -> int:
-    gradients, _, chunk_classes, need_dx, need_dweight, _ = args[-6:]
-    logits = (gradients == _RECOMPUTED) * (1 + (chunk_classes < weight_shape[0]))
-    matmuls = (gradients in (_DEFERRED, _RECOMPUTED, _OVERLAID)) * (need_dx + need_dweight)
-    # The logits of classes whose gradient is not stored are recomputed.
-    again = (weight_shape[0] - chunk_classes if gradients == _OVERLAID else 0), weight_shape[1]
-    return _matmul_flops(x_shape, weight_shape, logits + matmuls) + _matmul_flops(
-        x_shape, (max(again[0], 0), again[1]), 1
-    )
-
-
 @flop_formula(torch.ops.liger_ext.fused_linear_cross_entropy_backward_)
-def _backward_in_place_flops(dweight_shape, saved_shape, dloss_shape, x_shape, weight_shape, *args, **_) -> int:
-    return _backward_flops(dloss_shape, x_shape, weight_shape, *args)
+def _backward_flops(x, weight, mix, gradients, chunk_classes, compute_dtype, need_dx, need_dweight) -> int:
+    logits = (gradients == _RECOMPUTED) * (1 + (chunk_classes < weight.shape[0]))
+    # The forward's sum of dx is that of the loss alone, so a gradient of the entropy (mix) computes dx again.
+    summed = mix is None and _forward_sums_dx(gradients, weight, _compute(x, weight, compute_dtype), chunk_classes)
+    with_dx = need_dx and not summed
+    flops = _matmul_flops(x, weight, logits + with_dx + (need_dweight and gradients != _ACCUMULATED))
+    if gradients == _OVERLAID:  # the logits of classes whose gradient is not stored are recomputed
+        flops += 2 * x.shape[0] * x.shape[1] * max(weight.shape[0] - chunk_classes, 0)
+    return flops

@@ -25,6 +25,7 @@ from torch.autograd import forward_ad
 from liger_ext import _C, _load
 from liger_ext.ops._checks import check_constants
 from liger_ext.ops._compile import register_later, register_with_inductor
+from liger_ext.ops._schema import argument_names, result_names, selector, with_names
 
 LIBRARY = torch.library.Library("liger_ext", "IMPL")
 
@@ -36,29 +37,42 @@ def register(
     name: str,
     *,
     fake: Callable,
-    fake_backward: Callable,
-    setup_context: Callable,
-    backward: Callable,
+    fake_backward: Callable | None = None,
+    setup_context: Callable | None = None,
+    backward: Callable | None = None,
     differentiable: int | None = None,
     autocast: Callable | None = None,
 ) -> Callable:
     """Registers for ``name`` and ``name_backward`` all that the file's docstring lists. Returns a function that calls
     the op with the least overhead.
 
-    ``setup_context(ctx, inputs, output)``: ``ctx.outputs_private`` is True if the returned function has called the op.
-    Then users do not see the outputs that only the backward needs.
+    The functions below name what they read by their parameters (``_schema.py``). The last one may be ``**values``.
 
-    ``backward(ctx, saved, *grads)`` gets the saved tensors as an argument, since they must be unpacked before the
-    dispatch below autograd begins: their hooks may run any code, such as the recomputation of
-    ``torch.utils.checkpoint``, which records a graph.
+    ``fake``, ``fake_backward``: parameters are arguments of the op, or of the backward op. By default each gradient has
+    the shape and dtype of its argument, or is empty if it is not needed.
 
-    ``differentiable``: the number of the first arguments, after which no argument has a derivative. None: all tensors,
-    which come first.
+    ``setup_context(ctx, ...)``: further parameters are arguments and results of the op. ``ctx.outputs_private`` is True
+    if the returned function has called the op. Then users do not see the outputs that only the backward needs.
+
+    ``backward(ctx, saved, ...)``: further parameters are upstream gradients, ``"d"`` and the name of a result. Returns
+    the gradients by the names of the arguments. It gets the saved tensors as an argument, since they must be unpacked
+    before the dispatch below autograd begins: their hooks may run any code, such as the recomputation of
+    ``torch.utils.checkpoint``, which records a graph. Without ``backward``, :func:`_derived` builds both.
+
+    ``differentiable``: the number of the first arguments, after which no argument has a derivative. By default it
+    follows from the results of the backward op.
 
     ``autocast(device_type, *args)`` returns the forward's arguments under autocast. The op and the backward op then run
     with autocast off, so that no matmul inside is cast.
     """
-    for op, implementation in ((name, fake), (f"{name}_backward", fake_backward)):
+    overload = getattr(torch.ops.liger_ext, name).default
+    backward_op = getattr(torch.ops.liger_ext, f"{name}_backward").default
+    inputs, gradients = argument_names(overload), _gradient_names(overload, backward_op)
+    if fake_backward is None:
+        bound_backward = _fake_like(gradients, backward_op)
+    else:
+        bound_backward = with_names(fake_backward, argument_names(backward_op))
+    for op, implementation in ((name, with_names(fake, inputs)), (f"{name}_backward", bound_backward)):
         _register_op(op, implementation)
         for device_type, key in _AUTOCAST.items():
             rule = torch.library.fallthrough_kernel
@@ -66,56 +80,108 @@ def register(
                 rule = _without_autocast(op, key, device_type, autocast if op == name else None)
             LIBRARY.impl(op, rule, key.name)
     torch.library.register_autograd(f"liger_ext::{name}_backward", _refuse_double_backward(name), lib=LIBRARY)
-    return _register_autograd(name, setup_context, backward, differentiable, casts=autocast is not None)
+    if differentiable is None:
+        differentiable = 1 + max(inputs.index(gradient[1:]) for gradient in gradients)
+    if backward is None:
+        formula = _derived(overload, backward_op)
+    else:
+        formula = _bound(overload, setup_context, backward)
+    return _register_autograd(overload, *formula, differentiable, casts=autocast is not None)
 
 
-def register_row_op(name: str, *, fake: Callable | None = None, keeps_output: bool = False) -> Callable:
-    """Calls :func:`register` for an op with one result, whose arguments are tensors and then options.
+def _gradient_names(op: torch._ops.OpOverload, backward_op: torch._ops.OpOverload) -> list[str]:
+    """Returns the names of the backward op's results: ``"d"`` and the name of an argument."""
+    names = result_names(backward_op)
+    return names if names != [""] else ["d" + argument_names(op)[0]]
 
-    ``fake``: by default the result has the shape and dtype of the first tensor. The backward op takes the upstream
-    gradient, the op's tensors (``keeps_output``: its result instead), and the options."""
-    backward_op = getattr(torch.ops.liger_ext, f"{name}_backward").default
-    types = [str(a.type) for a in getattr(torch.ops.liger_ext, name).default._schema.arguments]
-    tensors = types.count("Tensor")
-    options = (None,) * (len(types) - tensors)  # their gradients
 
-    def fake_backward(dy, *saved):
-        results = tuple(t.new_empty(t.shape) for t in saved[:tensors])
-        return results if tensors > 1 else results[0]
+def _fake_like(gradients: list[str], backward_op: torch._ops.OpOverload) -> Callable:
+    names = argument_names(backward_op)
 
-    def setup_context(ctx, inputs, output):
+    def fake(args):
+        values = dict(zip(names, args, strict=True))
+        first, found = values[gradients[0][1:]], []
+        for gradient in gradients:
+            like = values[gradient[1:]]
+            needed = like is not None and values.get(f"need_{gradient}", True)
+            found.append((first if like is None else like).new_empty(like.shape if needed else 0))
+        return tuple(found) if len(found) > 1 else found[0]
+
+    return fake
+
+
+def _bound(op: torch._ops.OpOverload, setup_context: Callable, backward: Callable) -> tuple[Callable, Callable]:
+    """Binds the functions that an op passes to :func:`register`. Returns setup_context(ctx, args, output) and
+    backward(ctx, saved, grads), which returns the gradients of all arguments."""
+    inputs, outputs = argument_names(op), result_names(op)
+    named_setup = with_names(setup_context, inputs + outputs, 1)
+    named_backward = with_names(backward, [f"d{output}" for output in outputs], 2)
+    positions = {name: position for position, name in enumerate(inputs)}
+
+    def setup(ctx, args, output):
+        named_setup((*args, *output), ctx)
+
+    def run_backward(ctx, saved, grads):
+        gradients = [None] * len(inputs)
+        for name, gradient in named_backward(grads, ctx, saved).items():
+            gradients[positions[name]] = gradient
+        return tuple(gradients)
+
+    return setup, run_backward
+
+
+def _derived(op: torch._ops.OpOverload, backward_op: torch._ops.OpOverload) -> tuple[Callable, Callable]:
+    """Derives the autograd formula from the schemas, in the form of :func:`_bound`.
+
+    The backward op takes, in this order: the upstream gradient of the first result; tensors among the op's arguments
+    and results; options of the op, or the dtype of a tensor; for each of the first arguments, whether its gradient is
+    needed (or no such flags). It returns the gradients of the first arguments, in their order.
+    """
+    inputs, outputs, names = argument_names(op), result_names(op), argument_names(backward_op)
+    one_result = len(outputs) == 1
+    outputs = [names[0][1:], *outputs[1:]]
+    needs = [name for name in names if name.startswith("need_d")]
+    tensors = [a.name for a in backward_op._schema.arguments[1:] if "Tensor" in str(a.type)]
+    options = names[1 + len(tensors) : len(names) - len(needs)]
+    dtypes = [name.removesuffix("_dtype") for name in options if name.endswith("_dtype")]
+    if names != [names[0], *tensors, *options, *needs] or needs != [f"need_d{name}" for name in inputs[: len(needs)]]:
+        raise TypeError(f"{backward_op._schema} has another order of arguments; pass backward to register")
+    select = selector(inputs + outputs, tensors)
+    select_options = selector(inputs, [name.removesuffix("_dtype") for name in options])
+    first, count = len(inputs), len(needs)
+    no_gradients = (None,) * len(inputs)
+    others = no_gradients[len(_gradient_names(op, backward_op)) :]
+
+    def setup_context(ctx, args, output):
         ctx.set_materialize_grads(False)
-        if keeps_output:
-            ctx.save_for_backward(output)
-        else:
-            ctx.save_for_backward(*inputs[:tensors])
-        if options:
-            ctx.options = inputs[tensors:]
+        values = (*args, output) if one_result else (*args, *output)
+        if not one_result:
+            ctx.mark_non_differentiable(*values[first + 1 :])
+        ctx.save_for_backward(*select(values))
+        ctx.options = select_options(args)
+        if dtypes:
+            ctx.options = tuple(v.dtype if isinstance(v, torch.Tensor) else v for v in ctx.options)
 
-    def backward(ctx, saved, dy):
-        if dy is None:
-            return (None,) * len(types)
-        if not options:
-            return backward_op(dy, *saved)
-        results = backward_op(dy, *saved, *ctx.options)
-        return (*results, *options) if tensors > 1 else (results, *options)
+    def backward(ctx, saved, grads):
+        if grads[0] is None:
+            return no_gradients
+        needed = ctx.needs_input_grad[:count]
+        results = backward_op(grads[0], *saved, *ctx.options, *needed)
+        if count:
+            results = [result if need else None for result, need in zip(results, needed, strict=True)]
+        return (*results, *others) if count or others != no_gradients[1:] else (results, *others)
 
-    return register(
-        name,
-        fake=fake or (lambda x, *_: x.new_empty(x.shape)),
-        fake_backward=fake_backward,
-        setup_context=setup_context,
-        backward=backward,
-    )
+    return setup_context, backward
 
 
 def register_without_derivative(op: str, fake: Callable, recorded: Callable | None = None) -> None:
-    """Registers an op without a backward op, such as one that overwrites arguments. If a tensor requires a gradient,
+    """Registers an op without a backward op, such as one that overwrites arguments. The parameters of ``fake`` name the
+    arguments that it reads. If a tensor requires a gradient,
     ``recorded`` computes the op by ops that autograd records; None: such a tensor raises an error. The op increments
     the version of overwritten arguments, so that autograd raises an error if another backward has saved one."""
-    _register_op(op, fake)
     overload = getattr(torch.ops.liger_ext, op).default
-    names = [argument.name for argument in overload._schema.arguments]
+    names = argument_names(overload)
+    _register_op(op, with_names(fake, names))
     written = [i for i, a in enumerate(overload._schema.arguments) if a.alias_info and a.alias_info.is_write]
 
     def kernel(keyset, *args):
@@ -142,29 +208,27 @@ def _register_op(op: str, fake: Callable) -> None:
 
 
 def register_fake(op: str, fake: Callable) -> None:
-    """Registers a fake implementation, which runs the checks of the op's arguments before ``fake``."""
+    """Registers a fake implementation, which runs the checks of the op's arguments before ``fake``, a function of a
+    tuple of the arguments."""
     register_later(getattr(torch.ops.liger_ext, op).default)
     check = getattr(_C.checks, op)
 
     def checked(*args):
         register_with_inductor()
         check(*args)
-        return fake(*args)
+        return fake(args)
 
     torch.library.register_fake(f"liger_ext::{op}", checked, lib=LIBRARY)
 
 
 def _register_autograd(
-    name: str, setup_context: Callable, backward: Callable, differentiable: int | None, casts: bool
+    overload: torch._ops.OpOverload, setup_context: Callable, backward: Callable, differentiable: int, casts: bool
 ) -> Callable:
-    overload = getattr(torch.ops.liger_ext, name).default
+    name = overload._schema.name.removeprefix("liger_ext::")
     op = overload._op  # the function that the overload calls, without the Python code around it
     below_autograd, any_requires_grad = torch._C._AutoDispatchBelowAutograd, torch._C._any_requires_grad
     check = getattr(_C.checks, name)
-    arguments = overload._schema.arguments
-    if differentiable is None:
-        differentiable = sum("Tensor" in str(argument.type) for argument in arguments)
-    constants = [argument.name for argument in arguments[differentiable:]]
+    constants = argument_names(overload)[differentiable:]
 
     def check_learned(args):
         check_constants(name, **dict(zip(constants, args[differentiable:], strict=False)))
@@ -179,11 +243,11 @@ def _register_autograd(
         saved = ctx.saved_tensors
         # Grad mode is on only with create_graph=True. Autograd must then record the backward op, whose formula raises.
         if torch.is_grad_enabled():
-            return backward(ctx, saved, *grads)
+            return backward(ctx, saved, grads)
         if forward_ad._current_level >= 0:
             _refuse_forward_mode(name, (*saved, *grads))
         with below_autograd():
-            return backward(ctx, saved, *grads)
+            return backward(ctx, saved, grads)
 
     def run_private_forward(ctx, *args):
         ctx.outputs_private = True

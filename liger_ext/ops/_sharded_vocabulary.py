@@ -23,26 +23,32 @@ from liger_ext import _C
 from liger_ext.ops._checks import REDUCTIONS, accumulator, require, shape_text
 from liger_ext.ops._compile import disabled_in_graphs, flop_formula
 from liger_ext.ops._fused_linear_op import (
-    ENTROPY,
-    TENSORS,
+    OPTIONS,
+    RESULTS,
     LossArguments,
     combine_gradients,
+    fake_loss_results,
     is_private,
     recomputed_rows,
     scale_gradient,
+    wide_logits,
 )
 from liger_ext.ops._loss_plan import padded_vocab
 from liger_ext.ops._register import register_without_derivative
-from liger_ext.ops.cross_entropy import fake_results
+from liger_ext.ops._schema import called_by_name, selector
 
 _OP = "fused_linear_cross_entropy"
-_DTYPES = LossArguments._fields.index("accum_dtype")  # the index behind the last option of the losses
 _MAXIMUM, _BEST = int(_C.VocabularyStatistics.maximum), int(_C.VocabularyStatistics.best)
 
-_statistics_op = torch.ops.liger_ext.vocabulary_shard_statistics.default
-_losses_op = torch.ops.liger_ext.vocabulary_shard_losses_.default
-_backward_op = torch.ops.liger_ext.vocabulary_shard_backward.default
-_backward_in_place = torch.ops.liger_ext.vocabulary_shard_backward_.default
+_ARGUMENTS = ("shard", *LossArguments._fields)
+_OUTPUTS = RESULTS[: RESULTS.index("counts")]
+_SAVED = ("x", "weight", "target", "bias", "ce_weight", "temperature", "loss", "entropy", "counts", "kept", "saved")
+
+_statistics_op = called_by_name(torch.ops.liger_ext.vocabulary_shard_statistics.default)
+_losses_op = called_by_name(torch.ops.liger_ext.vocabulary_shard_losses_.default)
+_backward_op = called_by_name(torch.ops.liger_ext.vocabulary_shard_backward.default)
+_backward_in_place = called_by_name(torch.ops.liger_ext.vocabulary_shard_backward_.default)
+_select_upstream = selector(_OUTPUTS, ["loss", "entropy"])
 
 _gathered_sizes = WeakTensorKeyDictionary()  # weight -> (process group, sizes of its shards)
 
@@ -144,22 +150,17 @@ def _gathered(group: torch.distributed.ProcessGroup, *tensors: Tensor) -> list[T
 class _ShardedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, shard, *args):
-        args = LossArguments(*args)
-        x, weight, target, bias = args[:4]
-        place = shard.first_class, shard.vocab_size
-        head, head_bias = weight, bias
+        values = dict(zip(LossArguments._fields, args, strict=True))
+        x, weight, target = values["x"], values["weight"], values["target"]
+        place = {"first_class": shard.first_class, "vocab_size": shard.vocab_size}
+        head = values | place
         if weight.shape[0] == 0:  # an empty shard runs with one class of zeros, so that targets are checked here, too
-            head, head_bias, place = weight.new_zeros(1, weight.shape[1]), None, (0, shard.vocab_size)
-        wanted = args.need_dx or args.need_dweight or args.need_dbias
-        ctx.stores_logits = (
-            wanted and x.shape[0] <= args.chunk_rows and weight.shape[0] > 0 and not args.wide_logits(x, weight)
-        )
-        logits, statistics, best = _statistics_op(
-            x, head, target, head_bias, args.ce_weight, args.temperature, args.ignore_index, args.label_smoothing,
-            args.softcap, args.logit_scale, args.return_entropy, args.return_mean_logits, args.return_log_sum_sq,
-            args.accum_dtype, args.compute_dtype, args.logits_dtype, *place, args.chunk_rows,
-            args.return_token_accuracy or args.return_predicted_tokens, ctx.stores_logits,
-        )  # fmt: skip
+            head |= {"weight": weight.new_zeros(1, weight.shape[1]), "bias": None, "first_class": 0}
+        wanted = values["need_dx"] or values["need_dweight"] or values["need_dbias"]
+        wide = wide_logits(x, weight, values["compute_dtype"], values["logits_dtype"])
+        ctx.stores_logits = wanted and x.shape[0] <= values["chunk_rows"] and weight.shape[0] > 0 and not wide
+        predictions = values["return_token_accuracy"] or values["return_predicted_tokens"]
+        logits, statistics, best = _statistics_op(**head, predictions=predictions, keep_logits=ctx.stores_logits)
         if weight.shape[0] == 0:
             statistics.zero_()
             for largest in (statistics[:, _MAXIMUM], statistics[:, _BEST]):
@@ -169,81 +170,67 @@ class _ShardedLoss(torch.autograd.Function):
         different = (sums != sums[0]).any()
         if different.device.type == "cpu" and different:
             raise ValueError(f"{_OP}: target is not the same in all processes, between which the vocabulary is sharded")
-        *results, counts, row_state = _losses_op(
-            logits, statistics.flatten(0, 1), best.flatten(0, 1), x, head, target, args.ce_weight, args.normalizer,
-            args.temperature, *args[TENSORS:_DTYPES], args.compute_dtype, *place,
-        )  # fmt: skip
-        loss, entropy = results[0], results[ENTROPY] if args.return_entropy else None
-        for t in (loss,) if entropy is None else (loss, entropy):
-            t.masked_fill_(different, torch.nan)
+        gathered = {"logits": logits, "statistics": statistics.flatten(0, 1), "best_class": best.flatten(0, 1)}
+        results = _losses_op(**head, **gathered)
+        values |= dict(zip((*_OUTPUTS, "counts", "kept"), results, strict=True)) | place
+        differentiable = {"loss", "entropy"} if values["return_entropy"] else {"loss"}
+        for name in differentiable:
+            values[name].masked_fill_(different, torch.nan)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(t for t in results[1:] if t is not entropy))
-        both = (None, None) if entropy is None else (loss, entropy)
-        tensors = x, weight.detach(), target, bias, args.ce_weight, args.temperature
-        ctx.save_for_backward(*tensors, *both, counts, row_state, logits)
-        ctx.shard, ctx.place, ctx.overwrites_logits = shard, place, is_private(logits)
-        ctx.options = LossArguments(*(None,) * TENSORS, *args[TENSORS:])  # without the tensors, which ctx saves
-        return tuple(results)
+        ctx.mark_non_differentiable(*(values[name] for name in _OUTPUTS if name not in differentiable))
+        of_entropy = {} if values["return_entropy"] else {"loss": None, "entropy": None}
+        saved = values | of_entropy | {"weight": weight.detach(), "saved": logits}
+        ctx.save_for_backward(*(saved[name] for name in _SAVED))
+        ctx.shard, ctx.overwrites_logits = shard, is_private(logits)
+        ctx.options = {name: values[name] for name in (*OPTIONS, *place)}
+        return tuple(values[name] for name in _OUTPUTS)
 
     @staticmethod
-    def backward(ctx, dloss, *others):
+    def backward(ctx, *grads):
         if torch.is_grad_enabled():
             raise RuntimeError(f"{_OP} of a sharded vocabulary has no second derivative (create_graph=True)")
-        gradients, dentropy = [None] * len(ctx.needs_input_grad), others[ENTROPY - 1]
+        dloss, dentropy = _select_upstream(grads)
         if dloss is None and dentropy is None:
-            return tuple(gradients)
-        args = ctx.options
-        x, weight, target, bias, ce_weight, temperature, loss, entropy, *forward_results, logits = ctx.saved_tensors
-        if args.reduction == REDUCTIONS["none"]:  # a NaN in the gradient of an ignored row must not reach the sums
-            ignored = target == args.ignore_index
+            return (None,) * len(_ARGUMENTS)
+        values = {**ctx.options, **dict(zip(_SAVED, ctx.saved_tensors, strict=True))}
+        x, weight, bias = values["x"], values["weight"], values["bias"]
+        if values["reduction"] == REDUCTIONS["none"]:  # a NaN in the gradient of an ignored row must not reach the sums
+            ignored = values["target"] == values["ignore_index"]
             dloss, dentropy = (d if d is None else torch.where(ignored, 0.0, d) for d in (dloss, dentropy))
-        mix, stored, rows = None, ctx.stores_logits, args.chunk_rows
+        mix, stored = None, ctx.stores_logits
         if dentropy is not None:
-            dloss, mix = combine_gradients(dloss, dentropy, loss, entropy)
-            stored = (
-                stored and ctx.overwrites_logits and args.softcap is None and not _get_current_graph_task_keep_graph()
-            )
+            dloss, mix = combine_gradients(dloss, dentropy, values["loss"], values["entropy"])
+            keeps_graph = _get_current_graph_task_keep_graph()
+            stored = stored and ctx.overwrites_logits and values["softcap"] is None and not keeps_graph
             if not stored:
                 # No gradient is stored, it may not be overwritten, or it has no probabilities: recompute the logits.
-                logits, rows = logits.new_empty(0), min(rows, recomputed_rows(weight, args.wide_logits(x, weight)))
-        dloss = scale_gradient(dloss, temperature, args.logit_scale)
-        options = (
-            args.ignore_index,
-            args.reduction,
-            args.label_smoothing,
-            args.lse_square_scale,
-            args.softcap,
-            args.logit_scale,
-        )
-        options += args.use_token_scaling, args.accum_dtype, args.compute_dtype, args.logits_dtype, *ctx.place, rows
+                wide = wide_logits(x, weight, values["compute_dtype"], values["logits_dtype"])
+                values["saved"] = values["saved"].new_empty(0)
+                values["chunk_rows"] = min(values["chunk_rows"], recomputed_rows(weight, wide))
+        values["dloss"] = scale_gradient(dloss, values["temperature"], values["logit_scale"])
+        needs = {name: values[name] for name in ("need_dx", "need_dweight", "need_dbias")}
 
-        def compute(mix: Tensor | None, *needs: bool) -> tuple[Tensor, ...]:
+        def compute(mix: Tensor | None, **needs: bool) -> tuple[Tensor, ...]:
             if weight.shape[0] > 0:
-                inputs = x, weight, target, bias, ce_weight, temperature, mix, *forward_results, logits
                 op = _backward_in_place if stored and mix is not None else _backward_op
-                return op(dloss, *inputs, *options, *needs)
-            dx = x.new_zeros(
-                x.shape, dtype=accumulator(args.compute_dtype or torch.promote_types(x.dtype, weight.dtype))
-            )
+                return op(**(values | needs), mix=mix)
+            dx = x.new_zeros(x.shape, dtype=_dtypes(x, weight, values["compute_dtype"])[1])
             return dx, torch.zeros_like(weight), None if bias is None else torch.zeros_like(bias)
 
         # With a stored gradient, dx is computed first and summed over processes. dweight and dbias are computed
         # meanwhile, which hides the time of the sum. Recomputed logits serve all gradients at once.
-        need_dx, *need_parameters = args.need_dx, args.need_dweight, args.need_dbias
-        apart = stored and need_dx and any(need_parameters)
-        dx, dweight, dbias = compute(mix, need_dx, False, False) if apart else compute(mix, need_dx, *need_parameters)
+        need_dx = needs["need_dx"]
+        apart = stored and need_dx and (needs["need_dweight"] or needs["need_dbias"])
+        dx, dweight, dbias = compute(mix, **needs | ({"need_dweight": False, "need_dbias": False} if apart else {}))
         if need_dx:
             summed = torch.distributed.all_reduce(dx, group=ctx.shard.group, async_op=True)
         if apart:
-            _, dweight, dbias = compute(None, False, *need_parameters)  # the stored gradient already contains mix
+            _, dweight, dbias = compute(None, **needs | {"need_dx": False})  # the stored gradient already contains mix
         if need_dx:
             summed.wait()
-            gradients[1] = dx.to(x.dtype)
-        if args.need_dweight:
-            gradients[2] = dweight
-        if args.need_dbias:
-            gradients[4] = dbias
-        return tuple(gradients)
+            dx = dx.to(x.dtype)
+        gradients = {"x": dx, "weight": dweight, "bias": dbias}
+        return tuple(gradients[name] if needs.get(f"need_d{name}") else None for name in _ARGUMENTS)
 
 
 @disabled_in_graphs
@@ -258,32 +245,31 @@ def _dtypes(x: Tensor, weight: Tensor, compute_dtype: torch.dtype | None) -> tup
     return compute, accumulator(compute)
 
 
-def _fake_statistics(x, weight, *others):
-    *moments, _, compute_dtype, _, _, _, _, predictions, keep_logits = others[-11:]
+def _fake_statistics(
+    x, weight, compute_dtype, return_entropy, return_mean_logits, return_log_sum_sq, predictions, keep_logits
+):
     compute, acc = _dtypes(x, weight, compute_dtype)
     rows, classes = x.shape[0], weight.shape[0]
     strided = x.new_empty_strided((rows, classes), (padded_vocab(classes), 1), dtype=compute)
+    slots = _C.statistics_slots(return_entropy or return_mean_logits or return_log_sum_sq)
     return (
         strided if keep_logits else x.new_empty(0, dtype=compute),
-        x.new_empty((1, _C.statistics_slots(any(moments)), rows), dtype=acc),
+        x.new_empty((1, slots, rows), dtype=acc),
         x.new_empty((int(predictions), rows), dtype=torch.int64),
     )
 
 
-def _fake_losses(logits, statistics, best_class, x, weight, target, *others):
-    reduction, *_, token_scaling, z_loss, accuracy, predicted, entropy, mean, squares, compute_dtype, _, _ = others[4:]
-    _, acc = _dtypes(x, weight, compute_dtype)
-    rows = x.shape[0]
+def _fake_losses(**values):
+    x = values["x"]
+    _, acc = _dtypes(x, values["weight"], values["compute_dtype"])
     return (
-        *fake_results(x, rows, acc, reduction, z_loss, accuracy, predicted),
-        *(x.new_empty(rows if moment else 0, dtype=acc) for moment in (entropy, mean, squares)),
+        *fake_loss_results(acc, **values),
         x.new_empty(_C.cross_entropy_counts, dtype=acc),
-        x.new_empty(_C.gradient_state_size(rows, token_scaling), dtype=acc),
+        x.new_empty(_C.gradient_state_size(x.shape[0], values["use_token_scaling"]), dtype=acc),
     )
 
 
-def _fake_backward(dloss, x, weight, target, bias, *others):
-    compute_dtype, *_, need_dx, need_dweight, need_dbias = others[-8:]
+def _fake_backward(x, weight, bias, compute_dtype, need_dx, need_dweight, need_dbias):
     _, acc = _dtypes(x, weight, compute_dtype)
     need_dbias = need_dbias and bias is not None
     return (
@@ -299,15 +285,13 @@ register_without_derivative("vocabulary_shard_backward", _fake_backward)
 register_without_derivative("vocabulary_shard_backward_", _fake_backward)
 
 
-# Formulas for torch.utils.flop_counter, which passes shapes in place of tensors.
 @flop_formula(torch.ops.liger_ext.vocabulary_shard_statistics)
-def _statistics_flops(x_shape, weight_shape, *_, **__) -> int:
-    return 2 * x_shape[0] * x_shape[1] * weight_shape[0]
+def _statistics_flops(x, weight) -> int:
+    return 2 * x.shape[0] * x.shape[1] * weight.shape[0]
 
 
 @flop_formula(torch.ops.liger_ext.vocabulary_shard_backward)
 @flop_formula(torch.ops.liger_ext.vocabulary_shard_backward_)
-def _backward_flops(dloss_shape, x_shape, weight_shape, *args, **_) -> int:
-    *_, need_dx, need_dweight, _ = args
-    again = len(args[7]) < 2  # the forward stored no gradient of the logits
-    return _statistics_flops(x_shape, weight_shape) * (again + need_dx + need_dweight)
+def _backward_flops(x, weight, saved, need_dx, need_dweight) -> int:
+    again = saved.dim() < 2  # the forward stored no gradient of the logits
+    return _statistics_flops(x, weight) * (again + need_dx + need_dweight)

@@ -26,7 +26,6 @@ from liger_ext.ops._register import register
 
 __all__ = ["CrossEntropyOutput", "LigerCrossEntropyLoss", "cross_entropy", "liger_cross_entropy"]
 
-_cross_entropy_backward = torch.ops.liger_ext.cross_entropy_backward.default
 
 _NONE = REDUCTIONS["none"]
 
@@ -229,37 +228,11 @@ def fake_results(like: Tensor, rows, dtype: torch.dtype, reduction: int, z_loss:
     )
 
 
-def _fake(logits, target, weight, ignore_index, reduction, *options):
+def _fake(logits, reduction, return_z_loss, return_token_accuracy, return_predicted_tokens):
     rows, dtype = logits.shape[0], accumulator(logits.dtype)
-    losses = fake_results(logits, rows, dtype, reduction, *options[-3:])
+    losses = fake_results(logits, rows, dtype, reduction, return_z_loss, return_token_accuracy, return_predicted_tokens)
     lse, counts = (logits.new_empty(shape, dtype=dtype) for shape in ((2, rows), _C.cross_entropy_counts))
     return *losses, lse, counts
 
 
-def _fake_backward(dloss, logits, *_):
-    return logits.new_empty(logits.shape)
-
-
-def _setup_context(ctx, inputs, output):
-    logits, target, weight, *options = inputs
-    _, *others = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*others)
-    lse, counts = others[-2:]
-    ctx.save_for_backward(logits, target, weight, lse, counts)
-    ctx.options = options[:5]
-
-
-def _backward(ctx, saved, dloss, *_):
-    dlogits = None if dloss is None else _cross_entropy_backward(dloss, *saved, *ctx.options)
-    return dlogits, *(None,) * 10
-
-
-_cross_entropy = register(
-    "cross_entropy",
-    fake=_fake,
-    fake_backward=_fake_backward,
-    setup_context=_setup_context,
-    backward=_backward,
-    differentiable=1,
-)
+_cross_entropy = register("cross_entropy", fake=_fake)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from liger_ext import _C
 from liger_ext.ops._checks import mode_code
-from liger_ext.ops._register import register_row_op, register_without_derivative
+from liger_ext.ops._register import register, register_without_derivative
 
 __all__ = [
     "LigerBlockSparseTop2MLP",
@@ -347,10 +347,10 @@ def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
     return geglu(a, b)
 
 
-_glu = register_row_op("glu")
+_glu = register("glu", fake=lambda gate: gate.new_empty(gate.shape))
 register_without_derivative(
-    "glu_backward_with_h_", lambda dh, gate, up, *_: (gate.new_empty(gate.shape), up.new_empty(up.shape))
+    "glu_backward_with_h_", lambda gate, up: (gate.new_empty(gate.shape), up.new_empty(up.shape))
 )
-_glu_packed = register_row_op(
-    "glu_packed", fake=lambda gate_up, *_: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
+_glu_packed = register(
+    "glu_packed", fake=lambda gate_up: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 )

@@ -12,8 +12,6 @@ from liger_ext.ops.layer_norm import fake_gradients
 
 __all__ = ["LigerGroupNorm", "group_norm", "liger_group_norm"]
 
-_group_norm_backward = torch.ops.liger_ext.group_norm_backward.default
-
 
 def group_norm(
     x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6
@@ -109,33 +107,13 @@ def liger_group_norm(
     return group_norm(X, num_groups, affine_scaling_weight, affine_shifting_bias, eps)
 
 
-def _fake(x, weight, bias, num_groups, eps):
+def _fake(x, num_groups):
     mean, rstd = (x.new_empty((x.shape[0], num_groups), dtype=accumulator(x.dtype)) for _ in range(2))
     return x.new_empty(x.shape), mean, rstd
 
 
-def _fake_backward(dy, x, weight, mean, rstd, bias_dtype, num_groups, need_dx, need_dweight, need_dbias):
+def _fake_backward(x, weight, bias_dtype, need_dx, need_dweight, need_dbias):
     return fake_gradients(x, weight, x.shape[1:2], bias_dtype, need_dx, need_dweight, need_dbias)
 
 
-def _setup_context(ctx, inputs, output):
-    x, weight, bias, num_groups, _ = inputs
-    _, mean, rstd = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(mean, rstd)
-    ctx.save_for_backward(x, weight, mean, rstd)
-    ctx.bias_dtype, ctx.num_groups = None if bias is None else bias.dtype, num_groups
-
-
-def _backward(ctx, saved, dy, *_):
-    if dy is None:
-        return (None,) * 5
-    x, weight, mean, rstd = saved
-    needs = ctx.needs_input_grad[:3]
-    grads = _group_norm_backward(dy, x, weight, mean, rstd, ctx.bias_dtype, ctx.num_groups, *needs)
-    return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), None, None
-
-
-_group_norm = register(
-    "group_norm", fake=_fake, fake_backward=_fake_backward, setup_context=_setup_context, backward=_backward
-)
+_group_norm = register("group_norm", fake=_fake, fake_backward=_fake_backward)

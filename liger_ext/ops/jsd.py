@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from liger_ext import _C
@@ -11,8 +10,6 @@ from liger_ext.ops._modules import check_number
 from liger_ext.ops._register import register
 
 __all__ = ["LigerJSD", "jsd", "liger_jsd"]
-
-_jsd_backward = torch.ops.liger_ext.jsd_backward.default
 
 
 def jsd(
@@ -93,29 +90,9 @@ def liger_jsd(
     return jsd(input, target, shift_labels, beta, ignore_index)
 
 
-def _fake(log_q, log_p, shift_labels, beta, ignore_index):
+def _fake(log_q):
     dtype = accumulator(log_q.dtype)
     return log_q.new_empty((), dtype=dtype), log_q.new_empty(_C.cross_entropy_counts, dtype=dtype)
 
 
-def _fake_backward(dloss, log_q, log_p, shift_labels, counts, beta, ignore_index):
-    return log_q.new_empty(log_q.shape)
-
-
-def _setup_context(ctx, inputs, output):
-    log_q, log_p, shift_labels, *options = inputs
-    counts = output[1]
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(counts)
-    ctx.save_for_backward(log_q, log_p, shift_labels, counts)
-    ctx.options = options
-
-
-def _backward(ctx, saved, dloss, _):
-    dlog_q = None if dloss is None else _jsd_backward(dloss, *saved, *ctx.options)
-    return dlog_q, None, None, None, None
-
-
-_jsd = register(
-    "jsd", fake=_fake, fake_backward=_fake_backward, setup_context=_setup_context, backward=_backward, differentiable=1
-)
+_jsd = register("jsd", fake=_fake)

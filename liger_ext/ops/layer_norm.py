@@ -11,8 +11,6 @@ from liger_ext.ops._register import register
 
 __all__ = ["LigerLayerNorm", "layer_norm", "liger_layer_norm"]
 
-_layer_norm_backward = torch.ops.liger_ext.layer_norm_backward.default
-
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """Applies layer normalisation over the last dimension (Ba, Kiros and Hinton, 2016, arXiv:1607.06450).
@@ -89,12 +87,12 @@ def liger_layer_norm(X: Tensor, W: Tensor | None, B: Tensor | None, eps: float) 
     return layer_norm(X, W, B, eps)
 
 
-def _fake(x, weight, bias, eps):
+def _fake(x):
     mean, rstd = (x.new_empty(x.shape[:-1], dtype=accumulator(x.dtype)) for _ in range(2))
     return x.new_empty(x.shape), mean, rstd
 
 
-def _fake_backward(dy, x, weight, mean, rstd, bias_dtype, need_dx, need_dweight, need_dbias):
+def _fake_backward(x, weight, bias_dtype, need_dx, need_dweight, need_dbias):
     return fake_gradients(x, weight, x.shape[-1:], bias_dtype, need_dx, need_dweight, need_dbias)
 
 
@@ -107,24 +105,4 @@ def fake_gradients(x, weight, bias_shape, bias_dtype, need_dx, need_dweight, nee
     return x.new_empty(x.shape if need_dx else 0), dweight, dbias
 
 
-def _setup_context(ctx, inputs, output):
-    x, weight, bias, _ = inputs
-    _, mean, rstd = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(mean, rstd)
-    ctx.save_for_backward(x, weight, mean, rstd)
-    ctx.bias_dtype = None if bias is None else bias.dtype
-
-
-def _backward(ctx, saved, dy, *_):
-    if dy is None:
-        return None, None, None, None
-    x, weight, mean, rstd = saved
-    needs = ctx.needs_input_grad[:3]
-    grads = _layer_norm_backward(dy, x, weight, mean, rstd, ctx.bias_dtype, *needs)
-    return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), None
-
-
-_layer_norm = register(
-    "layer_norm", fake=_fake, fake_backward=_fake_backward, setup_context=_setup_context, backward=_backward
-)
+_layer_norm = register("layer_norm", fake=_fake, fake_backward=_fake_backward)

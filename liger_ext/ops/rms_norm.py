@@ -25,7 +25,6 @@ __all__ = [
     "rms_norm",
 ]
 
-_rms_norm_backward = torch.ops.liger_ext.rms_norm_backward.default
 _add_rms_norm_backward = torch.ops.liger_ext.add_rms_norm_backward.default
 
 
@@ -267,64 +266,32 @@ def liger_fused_add_rms_norm(
     return add_rms_norm(X, R, W, eps, offset, casting_mode)
 
 
-def _fake(x, weight, eps, offset, casting_mode):
+def _fake(x):
     return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=accumulator(x.dtype))
 
 
-def _fake_gradients(x, weight, need_dx, need_dweight):
-    dx = x.new_empty(x.shape if need_dx else 0)
-    if weight is None:
-        return dx, x.new_empty(0)
-    return dx, weight.new_empty(weight.shape if need_dweight else 0)
+_rms_norm = register("rms_norm", fake=_fake)
 
 
-def _fake_backward(dy, x, weight, rstd, offset, need_dx, need_dweight):
-    return _fake_gradients(x, weight, need_dx, need_dweight)
-
-
-def _setup_context(ctx, inputs, output):
-    x, weight, _, offset, _ = inputs
-    rstd = output[1]
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(rstd)
-    ctx.save_for_backward(x, weight, rstd)
-    ctx.offset = offset
-
-
-def _backward(ctx, saved, dy, _):
-    if dy is None:
-        return None, None, None, None, None
-    x, weight, rstd = saved
-    need_dx, need_dweight = ctx.needs_input_grad[:2]
-    dx, dweight = _rms_norm_backward(dy, x, weight, rstd, ctx.offset, need_dx, need_dweight)
-    return dx if need_dx else None, dweight if need_dweight else None, None, None, None
-
-
-_rms_norm = register(
-    "rms_norm", fake=_fake, fake_backward=_fake_backward, setup_context=_setup_context, backward=_backward
-)
-
-
-def _fake_add(x, residual, weight, eps, offset, casting_mode):
+def _fake_add(x, residual):
     dtype = torch.promote_types(x.dtype, residual.dtype)
     y, total = (x.new_empty(x.shape, dtype=dtype) for _ in range(2))
     return y, total, x.new_empty(x.shape[:-1], dtype=accumulator(dtype))
 
 
-def _fake_add_backward(dy, dsum, total, weight, rstd, offset, need_dx, need_dweight):
-    return _fake_gradients(total, weight, need_dx, need_dweight)
+def _fake_add_backward(sum, weight, need_dx, need_dweight):
+    dx = sum.new_empty(sum.shape if need_dx else 0)
+    return dx, sum.new_empty(0) if weight is None else weight.new_empty(weight.shape if need_dweight else 0)
 
 
-def _setup_add_context(ctx, inputs, output):
-    x, residual, weight, _, offset, _ = inputs
-    _, total, rstd = output
+def _setup_add_context(ctx, x, residual, weight, offset, sum, rstd):
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(rstd)
-    ctx.save_for_backward(total, weight, rstd)
+    ctx.save_for_backward(sum, weight, rstd)
     ctx.offset, ctx.dtypes = offset, (x.dtype, residual.dtype)
 
 
-def _add_backward(ctx, saved, dy, dsum, _):
+def _add_backward(ctx, saved, dy, dsum):
     need_x, need_residual, need_dweight = ctx.needs_input_grad[:3]
     dx, dweight = dsum, None  # if only the sum has an upstream gradient, dx equals it
     if dy is not None:
@@ -333,14 +300,11 @@ def _add_backward(ctx, saved, dy, dsum, _):
             dy, dsum, total, weight, rstd, ctx.offset, need_x or need_residual, need_dweight
         )
     need_x, need_residual = (need and dx is not None for need in (need_x, need_residual))
-    return (
-        dx.to(ctx.dtypes[0]) if need_x else None,
-        dx.to(ctx.dtypes[1]) if need_residual else None,
-        dweight if need_dweight else None,
-        None,
-        None,
-        None,
-    )
+    return {
+        "x": dx.to(ctx.dtypes[0]) if need_x else None,
+        "residual": dx.to(ctx.dtypes[1]) if need_residual else None,
+        "weight": dweight if need_dweight else None,
+    }
 
 
 _add_rms_norm = register(

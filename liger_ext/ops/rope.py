@@ -121,28 +121,36 @@ def liger_rotary_pos_emb_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) 
 liger_rope = liger_rotary_pos_emb
 
 
-def _fake(q, k, *_):
+def _fake(q, k):
     return _output_like(q), q.new_empty(0) if k is None else _output_like(k)
+
+
+def _fake_backward(dq, dk):
+    return _fake(dq, dk)
 
 
 def _output_like(t):
     return t.new_empty_strided(t.shape, t.stride()) if _C.rope_keeps_strides(t) else t.new_empty(t.shape)
 
 
-def _setup_context(ctx, inputs, output):
-    _, k, cos, sin, *ctx.options = inputs
-    ctx.has_k = k is not None
+def _setup_context(ctx, k, cos, sin, layout, half_tables, k_out):
+    ctx.has_k, ctx.options = k is not None, (layout, half_tables)
     if not ctx.has_k:
-        ctx.mark_non_differentiable(output[1])
+        ctx.mark_non_differentiable(k_out)
     ctx.save_for_backward(cos, sin)
 
 
-def _backward(ctx, saved, dq, dk):
-    dq, dk = _rope_backward(dq, dk if ctx.has_k else None, *saved, *ctx.options)
+def _backward(ctx, saved, dq_out, dk_out):
+    dq, dk = _rope_backward(dq_out, dk_out if ctx.has_k else None, *saved, *ctx.options)
     need_dq, need_dk = ctx.needs_input_grad[:2]
-    return dq if need_dq else None, dk if need_dk else None, None, None, None, None
+    return {"q": dq if need_dq else None, "k": dk if need_dk else None}
 
 
 _rope = register(
-    "rope", fake=_fake, fake_backward=_fake, setup_context=_setup_context, backward=_backward, differentiable=2
+    "rope",
+    fake=_fake,
+    fake_backward=_fake_backward,
+    setup_context=_setup_context,
+    backward=_backward,
+    differentiable=2,
 )

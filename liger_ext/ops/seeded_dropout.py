@@ -46,7 +46,7 @@ def _add_(total: Tensor, x: Tensor, seed: Tensor, stream: int, first_row: int, p
 
 register_without_derivative(
     "seeded_dropout",
-    lambda x, _, stream, count, *__: x.new_empty((count, *x.shape)),
+    lambda x, count: x.new_empty((count, *x.shape)),
     lambda *args: applied(_SeededDropout, *args),
 )
-register_without_derivative("seeded_dropout_add_", lambda *_: None, _add_)
+register_without_derivative("seeded_dropout_add_", lambda: None, _add_)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from liger_ext.ops._checks import check_integer, check_tensors, shape_text
-from liger_ext.ops._register import register_row_op
+from liger_ext.ops._register import register
 
 __all__ = ["LigerSoftmax", "liger_softmax", "softmax"]
 
@@ -66,4 +66,4 @@ class LigerSoftmax(nn.Module):
 liger_softmax = softmax
 
 
-_softmax = register_row_op("softmax", keeps_output=True)
+_softmax = register("softmax", fake=lambda x: x.new_empty(x.shape), fake_backward=lambda y: y.new_empty(y.shape))

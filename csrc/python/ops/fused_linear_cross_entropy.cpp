@@ -6,6 +6,20 @@
 
 namespace liger::python {
 
+namespace {
+
+template <class Struct> py::dict defaults(const Struct& values) {
+  py::dict all;
+  const auto add = [&](std::string_view name, const auto& value) {
+    if constexpr (requires { value.has_value(); }) all[py::str(name)] = py::none();
+    else if constexpr (!std::is_same_v<std::remove_cvref_t<decltype(value)>, Tensor>) all[py::str(name)] = py::cast(value);
+  };
+  std::apply([&](const auto&... member) { (add(member.name, values.*member.pointer), ...); }, Struct::members);
+  return all;
+}
+
+}  // namespace
+
 const OpBindings fused_linear_cross_entropy_bindings([](py::module_& m, py::module_& checks) {
   checks.def("fused_linear_cross_entropy", &NamedArguments<&check_fused_linear_cross_entropy, schemas::fused_linear_cross_entropy>::run);
   checks.def("fused_linear_cross_entropy_backward",
@@ -13,6 +27,7 @@ const OpBindings fused_linear_cross_entropy_bindings([](py::module_& m, py::modu
   checks.def("fused_linear_cross_entropy_backward_",
              &NamedArguments<&check_fused_linear_cross_entropy_backward_in_place, schemas::fused_linear_cross_entropy_backward_>::run);
   m.attr("rows_left_out") = rows_left_out;
+  m.attr("loss_defaults") = defaults(FusedLoss{});  // of all arguments but tensors that must be passed
   // The fake implementation computes the sizes of the forward's results by these functions. A size is a number or a symbol.
   m.def("overlaid_room", [](const Size& hidden, const ScalarType& weight, const ScalarType& compute) {
     return overlaid_room(hidden, kernel_dtype(weight).value(), kernel_dtype(compute).value());

@@ -1,0 +1,56 @@
+"""Binds the arguments and results of an op by their names, once, from the op's schema.
+
+Functions that describe an op (fake implementations, autograd and flop formulas) name what they read by their
+parameters. So a new argument of an op changes no such function, and a parameter that the schema lacks is an error at
+import.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def argument_names(op: torch._ops.OpOverload) -> list[str]:
+    return [argument.name for argument in op._schema.arguments]
+
+
+def result_names(op: torch._ops.OpOverload) -> list[str]:
+    """Returns the names of an op's results. The name of a single result may be empty."""
+    return [result.name for result in op._schema.returns]
+
+
+def selector(names: Sequence[str], wanted: Sequence[str]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Returns a function that selects the values named ``wanted`` from values named ``names``.
+
+    Raises:
+        TypeError: a wanted name is not among ``names``.
+    """
+    for name in wanted:
+        if name not in names:
+            raise TypeError(f"the schema has no {name!r}; it has {', '.join(names)}")
+    positions = [names.index(name) for name in wanted]
+    if len(positions) > 1:
+        return operator.itemgetter(*positions)
+    return lambda values: tuple(values[position] for position in positions)
+
+
+def with_names(function: Callable, names: Sequence[str], first: int = 0) -> Callable:
+    """Returns a function of values named ``names`` and of ``first`` further arguments. It calls ``function`` with the
+    further arguments and then with the values that its other parameters name, or, if its last parameter is
+    ``**values``, with all values."""
+    parameters = list(inspect.signature(function).parameters.values())[first:]
+    if parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
+        return lambda values, *others: function(*others, **dict(zip(names, values, strict=True)))
+    select = selector(names, [parameter.name for parameter in parameters])
+    return lambda values, *others: function(*others, *select(values))
+
+
+def called_by_name(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """Returns a function that calls the op with its arguments by name, and ignores other names."""
+    names = argument_names(op)
+    return lambda **values: op(*map(values.__getitem__, names))
