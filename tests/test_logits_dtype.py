@@ -291,7 +291,7 @@ def test_a_late_gradient_of_the_entropy_keeps_to_the_forwards_chunks(device, log
         found = F.linear_log_probs(**tensors, entropy=True, memory=memory, logits_dtype=logits_dtype)
         with unittest.mock.patch.object(_fused_linear_op, "_backward_op", wraps=_fused_linear_op._backward_op) as op:
             torch.autograd.grad(found.entropy.sum(), leaves(tensors))
-        called = op.call_args.kwargs
+        (called,) = op.call_args.args
         plan = _loss_plan.Plan(0, 128, 1024) if memory == SMALLEST else memory
         assert called["chunk_rows"] <= plan.rows and called["chunk_classes"] <= plan.classes
 

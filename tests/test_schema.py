@@ -21,12 +21,12 @@ def test_values_by_name():
     names = argument_names(_OP)
     assert with_names(lambda offset, x: (offset, x), names)("xwefc") == ("f", "x")
     assert with_names(lambda eps: eps, names)("xwefc") == "e"
-    assert with_names(lambda ctx, **values: (ctx, values), names, 1)("xwefc", "ctx") == (
+    assert with_names(lambda ctx, values: (ctx, values), names, 1)("xwefc", "ctx") == (
         "ctx",
         dict(zip(names, "xwefc", strict=True)),
     )
     x = torch.randn(2, 3)
-    y, _ = called_by_name(_OP)(weight=None, x=x, offset=0.0, casting_mode=0, eps=0.0, other=1)
+    y, _ = called_by_name(_OP)({"weight": None, "x": x, "offset": 0.0, "casting_mode": 0, "eps": 0.0, "other": 1})
     torch.testing.assert_close(y, x * x.square().mean(-1, keepdim=True).rsqrt())
 
 

@@ -19,6 +19,7 @@ only reads them. Otherwise it computes dweight in the memory that the forward ha
 
 from __future__ import annotations
 
+import operator
 from collections import namedtuple
 from typing import Any
 
@@ -52,8 +53,10 @@ _Fields: Any = namedtuple("_Fields", _NAMES, defaults=[_C.loss_defaults[n] for n
 
 
 OPTIONS = [name for name in _NAMES if name not in TENSORS]
+select_options = operator.itemgetter(*OPTIONS)
 _SAVED = ("x", "weight", "target", "bias", "ce_weight", "temperature")
 _SAVED += "loss", "entropy", "counts", "saved", "dx", "dweight", "dbias"
+_select_without_gradient = operator.itemgetter(*(name for name in RESULTS if name not in ("loss", "entropy")))
 
 
 class LossArguments(_Fields):
@@ -114,7 +117,7 @@ def fake_loss_results(
     )
 
 
-def _fake(**values):
+def _fake(values):
     args = LossArguments(**values)
     x, weight, compute = args.x, args.weight, args.compute
     acc = accumulator(compute)
@@ -161,16 +164,18 @@ def _fake_backward_in_place(x, weight, bias, compute_dtype, need_dx, need_dbias)
     return dx, dbias
 
 
-def _setup_context(ctx, **values):
+def _setup_context(ctx, values):
     for name in ("x", "weight", "bias"):
         if ctx.needs_input_grad[_NAMES.index(name)] and not values[f"need_d{name}"]:
             raise RuntimeError(
                 f"liger_ext::fused_linear_cross_entropy was called with need_d{name}=False, but {name} requires a "
                 f"gradient. Pass need_d{name}=True, or {name}.detach()"
             )
-    differentiable = {"loss", "entropy"} if values["return_entropy"] else {"loss"}
+    without_gradient = _select_without_gradient(values)
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*(values[name] for name in RESULTS if name not in differentiable))
+    ctx.mark_non_differentiable(
+        *without_gradient if values["return_entropy"] else (*without_gradient, values["entropy"])
+    )
     saved = {name: values[name] for name in _SAVED}
     # The detached weight is saved, as torch's linear layers save a view: a new `.data` of the parameter before the
     # backward then has no effect. With DeepSpeed's ZeRO 3 (attribute ds_id) the parameter itself is saved: ZeRO 3
@@ -184,7 +189,7 @@ def _setup_context(ctx, **values):
     # The backward may overwrite dweight's memory only if no other code sees it, including the caller of the op.
     ctx.overwrites_dweight = getattr(ctx, "outputs_private", False) and dweight.numel() > 0 and is_private(dweight)
     # The options of the backward must be those of the forward, since the saved tensors depend on them.
-    ctx.options = {name: values[name] for name in OPTIONS}
+    ctx.options = select_options(values)
 
 
 def is_private(saved: Tensor) -> bool:
@@ -234,7 +239,8 @@ def scale_gradient(dloss: Tensor, temperature: Tensor | None, logit_scale: float
 def _backward(ctx, saved, dloss, dentropy):
     if dloss is None and dentropy is None:
         return {}
-    values = {**ctx.options, **dict(zip(_SAVED, saved, strict=True)), "mix": None}
+    values = dict(zip((*_SAVED, *OPTIONS), (*saved, *ctx.options), strict=True))
+    values["mix"] = None
     weight, temperature, dweight = values["weight"], values["temperature"], values["dweight"]
     if values["reduction"] == REDUCTIONS["none"]:  # a NaN in the gradient of an ignored row must not reach the sums
         ignored = values["target"] == values["ignore_index"]
@@ -251,11 +257,11 @@ def _backward(ctx, saved, dloss, dentropy):
             _recompute(values)
     values["dloss"] = scale_gradient(dloss, temperature, values["logit_scale"])
     if in_place:
-        dx, dbias = _backward_in_place(**values)
+        dx, dbias = _backward_in_place(values)
         torch.autograd.graph.increment_version((dweight, values["saved"]))
         dweight = dweight.view(weight.dtype)[: weight.numel()].view(weight.shape)
     else:
-        dx, dweight, dbias = _backward_op(**values)
+        dx, dweight, dbias = _backward_op(values)
     gradients = {"x": dx, "weight": dweight, "bias": dbias}
     return {name: g for name, g in gradients.items() if ctx.needs_input_grad[_NAMES.index(name)]}
 

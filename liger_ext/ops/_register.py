@@ -46,7 +46,8 @@ def register(
     """Registers for ``name`` and ``name_backward`` all that the file's docstring lists. Returns a function that calls
     the op with the least overhead.
 
-    The functions below name what they read by their parameters (``_schema.py``). The last one may be ``**values``.
+    The functions below name what they read by their parameters (``_schema.py``). The only one may be ``values``,
+    a dict of all.
 
     ``fake``, ``fake_backward``: parameters are arguments of the op, or of the backward op. By default each gradient has
     the shape and dtype of its argument, or is empty if it is not needed.
@@ -148,7 +149,7 @@ def _derived(op: torch._ops.OpOverload, backward_op: torch._ops.OpOverload) -> t
         raise TypeError(f"{backward_op._schema} has another order of arguments; pass backward to register")
     select = selector(inputs + outputs, tensors)
     select_options = selector(inputs, [name.removesuffix("_dtype") for name in options])
-    first, count = len(inputs), len(needs)
+    count = len(needs)
     no_gradients = (None,) * len(inputs)
     others = no_gradients[len(_gradient_names(op, backward_op)) :]
 
@@ -156,7 +157,7 @@ def _derived(op: torch._ops.OpOverload, backward_op: torch._ops.OpOverload) -> t
         ctx.set_materialize_grads(False)
         values = (*args, output) if one_result else (*args, *output)
         if not one_result:
-            ctx.mark_non_differentiable(*values[first + 1 :])
+            ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(*select(values))
         ctx.options = select_options(args)
         if dtypes:
@@ -167,7 +168,7 @@ def _derived(op: torch._ops.OpOverload, backward_op: torch._ops.OpOverload) -> t
             return no_gradients
         needed = ctx.needs_input_grad[:count]
         results = backward_op(grads[0], *saved, *ctx.options, *needed)
-        if count:
+        if not all(needed):
             results = [result if need else None for result, need in zip(results, needed, strict=True)]
         return (*results, *others) if count or others != no_gradients[1:] else (results, *others)
 

@@ -34,23 +34,23 @@ def selector(names: Sequence[str], wanted: Sequence[str]) -> Callable[[Sequence[
         if name not in names:
             raise TypeError(f"the schema has no {name!r}; it has {', '.join(names)}")
     positions = [names.index(name) for name in wanted]
-    if len(positions) > 1:
-        return operator.itemgetter(*positions)
-    return lambda values: tuple(values[position] for position in positions)
+    if len(positions) == 1:
+        return lambda values: (values[positions[0]],)
+    return operator.itemgetter(*positions) if positions else lambda values: ()
 
 
 def with_names(function: Callable, names: Sequence[str], first: int = 0) -> Callable:
     """Returns a function of values named ``names`` and of ``first`` further arguments. It calls ``function`` with the
-    further arguments and then with the values that its other parameters name, or, if its last parameter is
-    ``**values``, with all values."""
-    parameters = list(inspect.signature(function).parameters.values())[first:]
-    if parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
-        return lambda values, *others: function(*others, **dict(zip(names, values, strict=True)))
-    select = selector(names, [parameter.name for parameter in parameters])
+    further arguments and then with the values that its other parameters name, or, if its only other parameter is
+    ``values``, with a dict of all values."""
+    parameters = list(inspect.signature(function).parameters)[first:]
+    if parameters == ["values"]:
+        return lambda values, *others: function(*others, dict(zip(names, values, strict=True)))
+    select = selector(names, parameters)
     return lambda values, *others: function(*others, *select(values))
 
 
 def called_by_name(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """Returns a function that calls the op with its arguments by name, and ignores other names."""
-    names = argument_names(op)
-    return lambda **values: op(*map(values.__getitem__, names))
+    """Returns a function that calls the op with its arguments from a dict, which may have other items, too."""
+    select = operator.itemgetter(*argument_names(op))
+    return lambda values: op(*select(values))

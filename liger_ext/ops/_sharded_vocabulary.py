@@ -160,7 +160,7 @@ class _ShardedLoss(torch.autograd.Function):
         wide = wide_logits(x, weight, values["compute_dtype"], values["logits_dtype"])
         ctx.stores_logits = wanted and x.shape[0] <= values["chunk_rows"] and weight.shape[0] > 0 and not wide
         predictions = values["return_token_accuracy"] or values["return_predicted_tokens"]
-        logits, statistics, best = _statistics_op(**head, predictions=predictions, keep_logits=ctx.stores_logits)
+        logits, statistics, best = _statistics_op(head | {"predictions": predictions, "keep_logits": ctx.stores_logits})
         if weight.shape[0] == 0:
             statistics.zero_()
             for largest in (statistics[:, _MAXIMUM], statistics[:, _BEST]):
@@ -171,7 +171,7 @@ class _ShardedLoss(torch.autograd.Function):
         if different.device.type == "cpu" and different:
             raise ValueError(f"{_OP}: target is not the same in all processes, between which the vocabulary is sharded")
         gathered = {"logits": logits, "statistics": statistics.flatten(0, 1), "best_class": best.flatten(0, 1)}
-        results = _losses_op(**head, **gathered)
+        results = _losses_op(head | gathered)
         values |= dict(zip((*_OUTPUTS, "counts", "kept"), results, strict=True)) | place
         differentiable = {"loss", "entropy"} if values["return_entropy"] else {"loss"}
         for name in differentiable:
@@ -213,7 +213,7 @@ class _ShardedLoss(torch.autograd.Function):
         def compute(mix: Tensor | None, **needs: bool) -> tuple[Tensor, ...]:
             if weight.shape[0] > 0:
                 op = _backward_in_place if stored and mix is not None else _backward_op
-                return op(**(values | needs), mix=mix)
+                return op(values | needs | {"mix": mix})
             dx = x.new_zeros(x.shape, dtype=_dtypes(x, weight, values["compute_dtype"])[1])
             return dx, torch.zeros_like(weight), None if bias is None else torch.zeros_like(bias)
 
@@ -259,7 +259,7 @@ def _fake_statistics(
     )
 
 
-def _fake_losses(**values):
+def _fake_losses(values):
     x = values["x"]
     _, acc = _dtypes(x, values["weight"], values["compute_dtype"])
     return (
