@@ -10,12 +10,15 @@ from hypothesis import strategies as st
 from test_cross_entropy import loss_options
 from test_fused_linear_cross_entropy import head
 from test_fused_loss_memory import fused_loss, leaves, overlaid
+from torch.utils.flop_counter import flop_registry
 
 from liger_ext import _C
 from liger_ext import functional as F
 from liger_ext.ops import _fused_loss, _loss_devices, _loss_plan
+from liger_ext.ops._fused_linear_op import LossArguments
 from liger_ext.ops._loss_devices import profile_index
 from liger_ext.ops._loss_plan import LEVELS, SMALLEST, Call, choose, front
+from liger_ext.ops._schema import argument_names
 
 GPUS = [profile_index(profile) for profile in _C.profiles()]
 CPU = _loss_devices.device_index(torch.device("cpu"))
@@ -94,6 +97,29 @@ def test_the_front_is_that_of_all_candidates(call):
     for plan in _loss_plan.candidates(call):
         taken = _loss_plan.costs(call, [plan])[0].bytes
         assert [choice.bytes for choice in found if choice.plan == plan] in ([], [taken])
+
+
+@settings(max_examples=200)
+@given(call=any_calls, drawn=st.randoms())
+def test_flop_formulas_count_the_multiplications_of_the_trace(call, drawn):
+    """The formulas of the forward and of the backward count, each, the multiplications of the code that a plan runs."""
+    plan = drawn.choice(_loss_plan.candidates(call))
+    ((_, _, *traced),) = _C.loss_costs(_loss_plan._traced(call), [plan], *_loss_plan.device(call))
+    x, weight = (
+        torch.empty(rows, call.hidden, dtype=dtype, device="meta")
+        for rows, dtype in ((call.rows, call.x), (call.vocab, call.weight))
+    )
+    target = torch.empty(call.rows, dtype=torch.int64, device="meta")
+    values = LossArguments(
+        x, weight, target, compute_dtype=call.compute, gradients=plan.gradients, chunk_rows=plan.rows,
+        chunk_classes=plan.classes, need_dx=call.dx, need_dweight=call.dweight,
+    )._asdict()  # fmt: skip
+    for name, multiplications in zip(("", "_backward"), traced, strict=True):
+        formula = flop_registry[getattr(torch.ops.liger_ext, f"fused_linear_cross_entropy{name}")]
+        names = argument_names(getattr(torch.ops.liger_ext, f"fused_linear_cross_entropy{name}").default)
+        runs = not name or call.dx or call.dweight
+        found = formula(*(values.get(argument) for argument in names)) if runs else 0
+        assert found == 2 * multiplications, (name, plan)
 
 
 def test_the_levels_of_models():

@@ -4,7 +4,7 @@
 
 namespace liger::trace {
 
-size_t trace_fused_loss(const LossCall& call, const LossPlan& plan, Recorder& recorder) {
+ForwardWork trace_fused_loss(const LossCall& call, const LossPlan& plan, Recorder& recorder) {
   const auto tensor = [&](std::initializer_list<int64_t> sizes, ScalarType type) {
     std::array<int64_t, 2> strides{1, 1};
     if (sizes.size() == 2) strides[0] = sizes.begin()[1];
@@ -44,8 +44,8 @@ size_t trace_fused_loss(const LossCall& call, const LossPlan& plan, Recorder& re
   args.need_dbias = call.dbias;
 
   const FusedLossResults results = fused_loss(args);
-  const size_t forward_kernels = recorder.kernels.size();
-  if (plan.gradients == launch::Gradients::none) return forward_kernels;
+  const ForwardWork forward{recorder.kernels.size(), recorder.multiplications};
+  if (plan.gradients == launch::Gradients::none) return forward;
   args.counts = results.counts;
   args.saved = results.saved;
   args.dx = results.dx;
@@ -56,7 +56,7 @@ size_t trace_fused_loss(const LossCall& call, const LossPlan& plan, Recorder& re
   args.dloss = call.per_row ? tensor({call.rows}, loss_type) : tensor({}, loss_type);
   const bool sums = plan.gradients == launch::Gradients::accumulated || plan.gradients == launch::Gradients::overlaid;
   fused_loss_gradients(args, call.in_place && sums && call.dweight);
-  return forward_kernels;
+  return forward;
 }
 
 }  // namespace liger::trace

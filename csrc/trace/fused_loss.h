@@ -29,8 +29,12 @@ struct LossPlan {
   int64_t rows = 1, classes = 1;
 };
 
-// Records the forward and, if a gradient is requested, the backward. The op's arguments do not count as allocated memory. Returns the
-// number of kernels that the recorder lists for the forward.
-size_t trace_fused_loss(const LossCall&, const LossPlan&, Recorder&);
+// What the forward adds to a recorder: the number of kernels that are listed, and multiplications.
+struct ForwardWork {
+  size_t kernels;
+  int64_t multiplications;
+};
+// Records the forward and, if a gradient is requested, the backward. The op's arguments do not count as allocated memory.
+ForwardWork trace_fused_loss(const LossCall&, const LossPlan&, Recorder&);
 
 }  // namespace liger::trace

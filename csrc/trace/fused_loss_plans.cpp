@@ -37,7 +37,7 @@ Launches traced(const DeviceProfile& device, const Call& call, bool backward) {
   const Rates rates = device_rates(&device);
   trace::Recorder recorder(&device, rates, true);
   recorder.knobs = &call.knobs;
-  const size_t forward_kernels = trace_fused_loss(loss_call, loss_plan(call, loss_call), recorder);
+  const size_t forward_kernels = trace_fused_loss(loss_call, loss_plan(call, loss_call), recorder).kernels;
   Launches out;
   const auto& all = recorder.kernels;
   for (size_t i = backward ? forward_kernels : 0; i < (backward ? all.size() : forward_kernels); ++i) out.push_back(all[i].launch);

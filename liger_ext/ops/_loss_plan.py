@@ -200,8 +200,8 @@ def costs(call: Call, plans: list[Plan]) -> list[Choice]:
     needed = max(call.rows, 1) * call.hidden * call.vocab * (1 + call.dx + call.dweight)
     traces = _C.loss_costs(_traced(call), plans, *device(call))
     return [
-        Choice(each, _with_python(call, traced), seconds, multiplications > needed)
-        for each, (traced, seconds, multiplications) in zip(plans, traces, strict=True)
+        Choice(each, _with_python(call, traced), seconds, forward + backward > needed)
+        for each, (traced, seconds, forward, backward) in zip(plans, traces, strict=True)
     ]
 
 

@@ -17,13 +17,13 @@ using PlanFields = std::tuple<int64_t, int64_t, int64_t>;
 
 LossPlan loss_plan(const PlanFields& fields) { return {launch::Gradients(std::get<0>(fields)), std::get<1>(fields), std::get<2>(fields)}; }
 
-std::vector<std::tuple<int64_t, double, int64_t>> costs(const LossCall& call, const std::vector<PlanFields>& plans,
-                                                        const DeviceProfile* gpu, const Rates& rates) {
-  std::vector<std::tuple<int64_t, double, int64_t>> all;
+std::vector<std::tuple<int64_t, double, int64_t, int64_t>> costs(const LossCall& call, const std::vector<PlanFields>& plans,
+                                                                 const DeviceProfile* gpu, const Rates& rates) {
+  std::vector<std::tuple<int64_t, double, int64_t, int64_t>> all;
   for (const PlanFields& plan : plans) {
     Recorder recorder(gpu, rates, false);
-    trace_fused_loss(call, loss_plan(plan), recorder);
-    all.emplace_back(recorder.peak, recorder.seconds, recorder.multiplications);
+    const int64_t forward = trace_fused_loss(call, loss_plan(plan), recorder).multiplications;
+    all.emplace_back(recorder.peak, recorder.seconds, forward, recorder.multiplications - forward);
   }
   return all;
 }
@@ -92,8 +92,8 @@ const OpBindings trace_bindings([](py::module_& m, py::module_&) {
                         in_place};
       }));
   m.def("loss_costs", &costs, py::arg("call"), py::arg("plans"), py::arg("gpu").none(true), py::arg("rates"),
-        "For each plan (gradients, rows, classes): peak bytes beside the arguments, estimated seconds, and the multiplications of all "
-        "matmuls.");
+        "For each plan (gradients, rows, classes): peak bytes beside the arguments, estimated seconds, and the multiplications of the "
+        "matmuls of the forward and of the backward.");
   m.def("loss_trace", &lists, py::arg("call"), py::arg("plan"), py::arg("gpu").none(true), py::arg("rates"),
         "The work of a plan, in order: matmuls (m, n, k, whether it accumulates, count), and kernels with their counts.");
 });
