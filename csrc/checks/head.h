@@ -100,40 +100,4 @@ inline void check_schedule(const char* op, const Tensor& x, const Tensor& weight
           ", which does not fit need_dx ", need_dx, ", need_dweight ", need_dweight, " and need_dbias ", need_dbias);
 }
 
-// Checks the tensors that the forward returned for the backward.
-inline void check_gradient_sums(const char* op, const Tensor& x, const Tensor& weight, const HeadDtypes& dtypes, int64_t gradients,
-                                const Size& stored, const Tensor& saved, const Tensor& dx, const Tensor& dweight, const Tensor& dbias,
-                                bool need_dx, bool need_dweight, bool need_dbias) {
-  const Size rows = x.size(0), hidden = x.size(1), vocab = weight.size(0);
-  const Dtype weight_dtype = tensor_dtype(weight, "weight");
-  const auto way = launch::Gradients(gradients);
-  if (need_dx && sums_dx(way, weight_dtype, dtypes.compute, stored >= vocab))
-    check_forward_result(op, dx, "dx", {rows, hidden}, dtypes.compute, x, "x");
-  switch (way) {
-    case launch::Gradients::none:
-    case launch::Gradients::recomputed:
-      return;
-    case launch::Gradients::deferred:
-      check_device(op, saved, "saved", x, "x");
-      check_shape(op, saved, "saved", {rows, (vocab + Size(63)) / Size(64) * Size(64)});
-      require(tensor_type(saved) == scalar_type(dtypes.compute), op, ": saved has dtype ", dtype_name(tensor_type(saved)), ", expected ",
-              dtype_name(scalar_type(dtypes.compute)));
-      return;
-    case launch::Gradients::overlaid:
-      check_forward_result(op, saved, "saved",
-                           {launch::overlaid_rest(rows, overlaid_room(hidden, weight_dtype, dtypes.compute), vocab, stored)},
-                           dtypes.compute, x, "x");
-      check_forward_result(op, dweight, "dweight", {vocab * hidden}, weight_dtype, x, "x");
-      return;
-    case launch::Gradients::accumulated: {
-      if (need_dbias) check_forward_result(op, dbias, "dbias", {vocab}, dtypes.acc, x, "x");
-      if (!need_dweight) return;
-      const Dtype sum = sum_dtype(dtypes, weight_dtype);
-      const SumSizes<Size> sizes(vocab, hidden, sum, weight_dtype);
-      check_forward_result(op, saved, "saved", {sizes.rest}, sum, x, "x");
-      check_forward_result(op, dweight, "dweight", {sizes.memory}, sum, x, "x");
-    }
-  }
-}
-
 }  // namespace liger::LIGER_BACKEND

@@ -12,7 +12,7 @@
 #endif
 
 #include <algorithm>
-#include <initializer_list>
+#include <vector>
 
 #include "kernels/errors.h"
 
@@ -59,7 +59,7 @@ inline void check_device(const char* op, const Tensor& t, const char* name, cons
   require(same_device(t, like), op, ": ", name, " is on another device than ", like_name, "; move both to one device");
 }
 
-inline void check_shape(const char* op, const Tensor& t, const char* name, std::initializer_list<Size> shape) {
+inline void check_shape(const char* op, const Tensor& t, const char* name, const std::vector<Size>& shape) {
   const auto sizes = t.sizes();
   if (std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end())) return;
   std::string expected;
@@ -110,11 +110,13 @@ inline void check_parameter(const char* op, const OptionalTensor& parameter, con
 }
 
 // Requires a tensor as the forward returned it: of this shape and dtype, contiguous.
-inline void check_forward_result(const char* op, const Tensor& t, const char* name, std::initializer_list<Size> shape, Dtype dtype,
+inline void check_forward_result(const char* op, const Tensor& t, const char* name, const std::vector<Size>& shape, Dtype dtype,
                                  const Tensor& like, const char* like_name) {
   check_device(op, t, name, like, like_name);
   check_shape(op, t, name, shape);
-  require(tensor_type(t) == scalar_type(dtype) && t.is_contiguous(), op, ": ", name, " is not what the forward returned");
+  require(tensor_type(t) == scalar_type(dtype), op, ": ", name, " has dtype ", dtype_name(tensor_type(t)), ", expected ",
+          dtype_name(scalar_type(dtype)));
+  require(t.is_contiguous(), op, ": ", name, " is not what the forward returned");
 }
 
 }  // namespace liger::LIGER_BACKEND

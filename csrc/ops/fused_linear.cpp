@@ -45,15 +45,22 @@ void Overlaid::input_gradient(const Tensor& dx) const {
   sum.finish({});
 }
 
+namespace {
+
+Tensor sum(const Head& head, bool requested, const std::vector<int64_t>& sizes, Dtype dtype) {
+  return allocate(head.scope, requested ? sizes : std::vector<int64_t>{0}, dtype, head.x());
+}
+
+}  // namespace
+
 GradientSums::GradientSums(const Head& head, const Schedule& schedule, const Tensor& dweight)
-    : dweight(dweight), head_(head), schedule_(schedule) {
-  const auto sum = [&](bool requested, std::vector<int64_t> sizes, Dtype dtype) {
-    return allocate(head.scope, requested ? sizes : std::vector<int64_t>{0}, dtype, head.x());
-  };
-  dx = sum(schedule.dx, {head.rows, head.hidden}, schedule.dx_is_term ? head.acc : head.compute);
-  rest = sum(schedule.dweight, {head.sum_sizes().rest}, head.sum);
-  dbias = sum(schedule.dbias, {head.vocab}, head.acc);
-  if (schedule.dx && schedule.cuts_vocabulary(head)) chunk_dx_ = sum(true, {schedule.rows, head.hidden}, head.acc);
+    : GradientSums(head, schedule, sum(head, schedule.dx, {head.rows, head.hidden}, schedule.dx_is_term ? head.acc : head.compute), dweight,
+                   sum(head, schedule.dweight, {head.sum_sizes().rest}, head.sum), sum(head, schedule.dbias, {head.vocab}, head.acc)) {}
+
+GradientSums::GradientSums(const Head& head, const Schedule& schedule, const Tensor& dx, const Tensor& dweight, const Tensor& rest,
+                           const Tensor& dbias)
+    : dx(dx), dweight(dweight), rest(rest), dbias(dbias), head_(head), schedule_(schedule) {
+  if (schedule.dx && schedule.cuts_vocabulary(head)) chunk_dx_ = sum(head, true, {schedule.rows, head.hidden}, head.acc);
 }
 
 void GradientSums::add(Range rows, Range classes, const Rows& gradient, const Rows& x, const Rows& row_scale) const {

@@ -112,6 +112,8 @@ RowSum weight_sum(const Head& head, const Tensor& memory, const Tensor& rest);
 class GradientSums {
  public:
   GradientSums(const Head& head, const Schedule& schedule, const Tensor& dweight);
+  GradientSums(const Head& head, const Schedule& schedule, const Tensor& dx, const Tensor& dweight, const Tensor& rest,
+               const Tensor& dbias);
   // Adds the contribution of a chunk of rows, or of rows and classes. x: the chunk's rows of x. row_scale: the factor of each row in dbias,
   // or none.
   void add(Range rows, Range classes, const Rows& gradient, const Rows& x, const Rows& row_scale) const;

@@ -25,32 +25,27 @@ FusedLossResults fused_loss(const FusedLoss& a) {
   const Schedule schedule = loss_schedule(head, a);
 
   const bool overlaid = schedule.gradients == Gradients::overlaid;
-  const int64_t state_size = keeps_lse(a, schedule.classes, head.vocab) ? launch::gradient_state_size(head.rows, a.use_token_scaling) : 0;
+  const SavedTensors expected = saved_tensors(a, head_dtypes(scope.op(), a.x, a.weight, a.accum_dtype, a.compute_dtype, a.logits_dtype));
+  const auto made = [&](const SavedTensor& t) { return allocate(scope, t.shape(), t.dtype, a.x); };
   const Tensor target = contiguous(scope, a.target);
   const OptionalTensor class_weight = contiguous(scope, a.ce_weight);
-  const Counts counts = allocate_counts(scope, target, class_weight, a.normalizer, head.vocab, options, head.acc, state_size);
+  const Counts counts = allocate_counts(scope, target, class_weight, a.normalizer, head.vocab, options, head.acc, expected.counts.sizes[0]);
   const CrossEntropyLoss loss(head, options, target, class_weight, {}, {a.temperature, {}, stored_gradient_state(counts.values)});
   cross_entropy_counts(counts.arguments, scope);
   LossRows losses(scope, a.x, head.rows, head.acc, a);
   const bool deferred = schedule.gradients == Gradients::deferred, accumulated = schedule.gradients == Gradients::accumulated;
   Schedule summed = schedule;  // the gradients that the forward sums
-  summed.dx = schedule.dx && sums_dx(schedule.gradients, head.weight, head.compute, !schedule.cuts_vocabulary(head));
+  summed.dx = !expected.dx.sizes.empty();
   summed.dweight = schedule.dweight && accumulated;
-  summed.dbias = schedule.dbias && accumulated;
+  summed.dbias = !expected.dbias.sizes.empty();
   const SumSizes<int64_t> sizes = head.sum_sizes();
-  Tensor memory = overlaid ? allocate(scope, {head.vocab * head.hidden}, head.weight, a.x)
-                           : allocate(scope, {summed.dweight ? sizes.memory : 0}, head.sum, a.x);
+  const GradientSums sums(head, summed, made(expected.dx), made(expected.dweight), made(expected.saved), made(expected.dbias));
+  const Tensor& saved = sums.rest;
   // The sum uses whole multiples of 64 rows; the end of the memory is unused.
   const int64_t whole = sizes.rows * head.hidden;
-  if (summed.dweight && whole < sizes.memory) zero({narrow_view(memory, 0, whole, sizes.memory - whole)});
-  GradientSums sums(head, summed, memory);
-  Tensor& saved = sums.rest;
-  if (deferred) {
-    saved = allocate(scope, {head.rows, schedule.stride()}, head.compute, a.x);
-    zero({narrow_view(saved, 1, head.vocab, schedule.stride() - head.vocab)});
-  }
+  if (summed.dweight && whole < sizes.memory) zero({narrow_view(sums.dweight, 0, whole, sizes.memory - whole)});
+  if (deferred) zero({narrow_view(saved, 1, head.vocab, schedule.stride() - head.vocab)});
   if (overlaid) {
-    saved = allocate(scope, {launch::overlaid_rest(head.rows, head.overlaid_room(), head.vocab, schedule.classes)}, head.compute, a.x);
     const Overlaid gradient(head, schedule, sums.dweight, saved);
     gradient.make(loss, counts.values, &losses, stored_gradient_state(counts.values));
     if (summed.dx) gradient.input_gradient(sums.dx);

@@ -3,8 +3,8 @@
 namespace liger::LIGER_BACKEND {
 
 Counts allocate_counts(const Scope& scope, const Tensor& target, const OptionalTensor& class_weight, const OptionalTensor& normalizer,
-                       int64_t vocab, const CrossEntropyOptions& options, Dtype accumulator, int64_t more) {
-  const Tensor values = allocate(scope, {CrossEntropyCounts::slots + more}, accumulator, target);
+                       int64_t vocab, const CrossEntropyOptions& options, Dtype accumulator, int64_t size) {
+  const Tensor values = allocate(scope, {size}, accumulator, target);
   return {values,
           {target.size(0), vocab, static_cast<const int64_t*>(target.data_ptr()), as_vector(class_weight),
            normalizer ? normalizer->data_ptr() : nullptr, options, accumulator, values.data_ptr()}};

@@ -29,14 +29,14 @@ inline CrossEntropyBackward backward_args(const CrossEntropyRows& forward_args, 
           .temperature = forward_args.temperature};
 }
 
-// values: the counts (CrossEntropyCounts), with `more` elements behind them in the same tensor. arguments: those with which
+// values: `size` elements that begin with the counts (CrossEntropyCounts). arguments: those with which
 // cross_entropy_counts or the reduction computes the counts.
 struct Counts {
   Tensor values;
   CrossEntropyCounts arguments;
 };
 Counts allocate_counts(const Scope& scope, const Tensor& target, const OptionalTensor& class_weight, const OptionalTensor& normalizer,
-                       int64_t vocab, const CrossEntropyOptions& options, Dtype accumulator, int64_t more = 0);
+                       int64_t vocab, const CrossEntropyOptions& options, Dtype accumulator, int64_t size = CrossEntropyCounts::slots);
 
 // The per-row losses of a whole batch, and the results that the op returns. The arguments must outlive it.
 class LossRows {

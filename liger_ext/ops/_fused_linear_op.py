@@ -34,7 +34,6 @@ from torch._C._autograd import (
 from liger_ext import _C
 from liger_ext.ops._checks import REDUCTIONS, accumulator, condition_holds
 from liger_ext.ops._compile import flop_formula
-from liger_ext.ops._loss_plan import padded_vocab
 from liger_ext.ops._register import register, register_without_derivative
 from liger_ext.ops._schema import argument_names, called_by_name, result_names
 from liger_ext.ops.cross_entropy import fake_results
@@ -56,6 +55,7 @@ OPTIONS = [name for name in _NAMES if name not in TENSORS]
 select_options = operator.itemgetter(*OPTIONS)
 _SAVED = ("x", "weight", "target", "bias", "ce_weight", "temperature")
 _SAVED += "loss", "entropy", "counts", "saved", "dx", "dweight", "dbias"
+_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
 _select_without_gradient = operator.itemgetter(*(name for name in RESULTS if name not in ("loss", "entropy")))
 
 
@@ -118,35 +118,10 @@ def fake_loss_results(
 
 
 def _fake(values):
-    args = LossArguments(**values)
-    x, weight, compute = args.x, args.weight, args.compute
-    acc = accumulator(compute)
-    rows, hidden = x.shape
-    vocab = weight.shape[0]
-    stored = min(args.chunk_classes, vocab)
-    accumulated, needs_state = args.gradients == _ACCUMULATED, False
-    summed = weight.dtype if weight.dtype == args.accum_dtype else acc
-    saved, dweight = x.new_empty(0, dtype=summed), x.new_empty(0, dtype=summed)
-    if args.gradients == _DEFERRED:
-        saved = x.new_empty((rows, padded_vocab(vocab)), dtype=compute)
-    elif args.gradients == _OVERLAID:
-        room = _C.overlaid_room(hidden, weight.dtype, compute)
-        saved = x.new_empty(_C.overlaid_rest(rows, room, vocab, stored), dtype=compute)
-        dweight = weight.new_empty(vocab * hidden)
-        needs_state = stored < vocab
-    elif accumulated and args.need_dweight:
-        memory, rest = _C.sum_sizes(vocab, hidden, summed, weight.dtype)
-        saved, dweight = x.new_empty(rest, dtype=summed), x.new_empty(memory, dtype=summed)
-    sums_dx = _C.sums_dx(args.gradients, weight.dtype, compute, condition_holds(stored >= vocab))
-    state_size = _C.gradient_state_size(rows, args.use_token_scaling) if needs_state or args.return_entropy else 0
-    return (
-        *fake_loss_results(acc, **values),
-        x.new_empty(_C.cross_entropy_counts + state_size, dtype=acc),
-        saved,
-        x.new_empty((rows, hidden) if args.need_dx and sums_dx else 0, dtype=compute),
-        dweight,
-        x.new_empty(vocab if accumulated and args.need_dbias and args.bias is not None else 0, dtype=acc),
-    )
+    x = values["x"]
+    acc = accumulator(_compute(x, values["weight"], values["compute_dtype"]))
+    saved = (x.new_empty(shape, dtype=_DTYPES[dtype]) for shape, dtype in _C.saved_tensors(*values.values()))
+    return *fake_loss_results(acc, **values), *saved
 
 
 def _fake_backward(x, weight, bias, compute_dtype, need_dx, need_dweight, need_dbias):

@@ -18,6 +18,15 @@ template <class Struct> py::dict defaults(const Struct& values) {
   return all;
 }
 
+std::vector<std::pair<std::vector<Size>, std::string>> saved(const FusedLoss& a) {
+  const HeadDtypes dtypes = head_dtypes("fused_linear_cross_entropy", a.x, a.weight, a.accum_dtype, a.compute_dtype, a.logits_dtype);
+  const SavedTensors found = saved_tensors(a, dtypes);
+  std::vector<std::pair<std::vector<Size>, std::string>> all;
+  for (const SavedTensor& t : {found.counts, found.saved, found.dx, found.dweight, found.dbias})
+    all.emplace_back(t.shape(), scalar_type(t.dtype).name);
+  return all;
+}
+
 }  // namespace
 
 const OpBindings fused_linear_cross_entropy_bindings([](py::module_& m, py::module_& checks) {
@@ -41,14 +50,8 @@ const OpBindings fused_linear_cross_entropy_bindings([](py::module_& m, py::modu
         return sums_dx(launch::Gradients(gradients), kernel_dtype(weight).value(), kernel_dtype(compute).value(), stored);
       },
       py::arg("gradients"), py::arg("weight"), py::arg("compute"), py::arg("stored"));
-  m.def(
-      "sum_sizes",
-      [](const Size& vocab, const Size& hidden, const ScalarType& sum, const ScalarType& weight) {
-        const SumSizes<Size> sizes(vocab, hidden, kernel_dtype(sum).value(), kernel_dtype(weight).value());
-        return std::pair(sizes.memory, sizes.rest);
-      },
-      py::arg("vocab"), py::arg("hidden"), py::arg("sum"), py::arg("weight"),
-      "The sum of dweight: elements in dweight's memory, and in the rest.");
+  m.def("saved_tensors", &NamedArguments<&saved, schemas::fused_linear_cross_entropy>::run,
+        "The shape and dtype of each tensor that the fused loss saves for its backward, in the order of its results.");
 });
 
 }  // namespace liger::python
