@@ -11,11 +11,12 @@
 
 namespace liger {
 
-template <class Pointer> struct Member {
+template <class Value, class Struct> struct Member {
+  using Type = Value;
   std::string_view name;
-  Pointer pointer;
+  Value Struct::* pointer;
 };
-template <class Pointer> Member(const char*, Pointer) -> Member<Pointer>;
+template <class Value, class Struct> Member(const char*, Value Struct::*) -> Member<Value, Struct>;
 
 // "Tensor x, Tensor(a!) y" of "op(Tensor x, Tensor(a!) y) -> Tensor".
 constexpr std::string_view schema_arguments(std::string_view schema) {
@@ -41,12 +42,12 @@ template <class Struct> consteval size_t member_index(std::string_view name) {
 template <auto function, const auto& schema, class Indices = std::make_index_sequence<argument_count(schema)>> struct NamedArguments;
 template <class Result, class Struct, Result (*function)(const Struct&), const auto& schema, size_t... index>
 struct NamedArguments<function, schema, std::index_sequence<index...>> {
-  template <size_t i> static constexpr auto pointer = std::get<member_index<Struct>(argument_name(schema, i))>(Struct::members).pointer;
-  template <size_t i> using Argument = std::remove_reference_t<decltype(std::declval<Struct&>().*pointer<i>)>;
+  using Members = std::remove_const_t<decltype(Struct::members)>;
+  template <size_t i> static constexpr size_t member = member_index<Struct>(argument_name(schema, i));
 
-  static Result run(Argument<index>... arguments) {
+  static Result run(typename std::tuple_element_t<member<index>, Members>::Type... arguments) {
     Struct named;
-    ((named.*pointer<index> = std::move(arguments)), ...);
+    ((named.*std::get<member<index>>(Struct::members).pointer = std::move(arguments)), ...);
     return function(named);
   }
 };
