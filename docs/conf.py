@@ -79,11 +79,12 @@ def setup(app) -> None:
 
 
 def _schemas() -> str:
-    """The ops of csrc/schemas.cpp, which PyTorch parses, too: m.def("name(arguments) -> results")."""
-    text = (ROOT / "csrc" / "schemas.cpp").read_text()
-    schemas = ["".join(re.findall(r'"([^"]*)"', call)) for call in re.findall(r"m\.def\((.*?)\);\n", text, re.DOTALL)]
+    """The ops of csrc/schemas.cpp, m.def("name(arguments) -> results"), and those whose texts are in csrc/schemas.h."""
+    texts = []
+    for file, definition in (("schemas.cpp", r'm\.def\(\s*(".*?)\);\n'), ("schemas.h", r"\[\] =\n(.*?);\n")):
+        texts += re.findall(definition, (ROOT / "csrc" / file).read_text(), re.DOTALL)
     blocks = []
-    for schema in schemas:
+    for schema in ("".join(re.findall(r'"([^"]*)"', text)) for text in texts):
         name, arguments, results = re.fullmatch(r"(\w+)\((.*?)\) -> (.*)", schema).groups()
         listed = re.sub(r", (?=\w+[\w!?()]* \w)", ",\n    ", arguments)
         blocks.append(f"## {name}\n\n```text\n{name}(\n    {listed})\n  -> {results}\n```\n")
