@@ -18,22 +18,22 @@ struct LossArguments {
   Tensor dloss, counts;
 
   using F = LossArguments;
-  static constexpr std::tuple members{Member{"target", &F::target},
-                                      Member{"ignore_index", &F::ignore_index},
-                                      Member{"reduction", &F::reduction},
-                                      Member{"label_smoothing", &F::label_smoothing},
-                                      Member{"lse_square_scale", &F::lse_square_scale},
-                                      Member{"logit_scale", &F::logit_scale},
-                                      Member{"softcap", &F::softcap},
-                                      Member{"use_token_scaling", &F::use_token_scaling},
-                                      Member{"return_z_loss", &F::return_z_loss},
-                                      Member{"return_token_accuracy", &F::return_token_accuracy},
-                                      Member{"return_predicted_tokens", &F::return_predicted_tokens},
-                                      Member{"return_entropy", &F::return_entropy},
-                                      Member{"return_mean_logits", &F::return_mean_logits},
-                                      Member{"return_log_sum_sq", &F::return_log_sum_sq},
-                                      Member{"dloss", &F::dloss},
-                                      Member{"counts", &F::counts}};
+  static constexpr auto members = std::tuple{Member{"target", &F::target},
+                                             Member{"ignore_index", &F::ignore_index},
+                                             Member{"reduction", &F::reduction},
+                                             Member{"label_smoothing", &F::label_smoothing},
+                                             Member{"lse_square_scale", &F::lse_square_scale},
+                                             Member{"logit_scale", &F::logit_scale},
+                                             Member{"softcap", &F::softcap},
+                                             Member{"use_token_scaling", &F::use_token_scaling},
+                                             Member{"return_z_loss", &F::return_z_loss},
+                                             Member{"return_token_accuracy", &F::return_token_accuracy},
+                                             Member{"return_predicted_tokens", &F::return_predicted_tokens},
+                                             Member{"return_entropy", &F::return_entropy},
+                                             Member{"return_mean_logits", &F::return_mean_logits},
+                                             Member{"return_log_sum_sq", &F::return_log_sum_sq},
+                                             Member{"dloss", &F::dloss},
+                                             Member{"counts", &F::counts}};
 
   bool wants_moments() const { return return_entropy || return_mean_logits || return_log_sum_sq; }
 };

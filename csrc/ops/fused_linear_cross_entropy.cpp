@@ -26,7 +26,7 @@ FusedLossResults fused_loss(const FusedLoss& a) {
 
   const bool overlaid = schedule.gradients == Gradients::overlaid;
   const SavedTensors expected = saved_tensors(a, head_dtypes(scope.op(), a.x, a.weight, a.accum_dtype, a.compute_dtype, a.logits_dtype));
-  const auto made = [&](const SavedTensor& t) { return allocate(scope, t.shape(), t.dtype, a.x); };
+  const auto allocated = [&](const SavedTensor& t) { return allocate(scope, t.shape(), t.dtype, a.x); };
   const Tensor target = contiguous(scope, a.target);
   const OptionalTensor class_weight = contiguous(scope, a.ce_weight);
   const Counts counts = allocate_counts(scope, target, class_weight, a.normalizer, head.vocab, options, head.acc, expected.counts.sizes[0]);
@@ -39,7 +39,8 @@ FusedLossResults fused_loss(const FusedLoss& a) {
   summed.dweight = schedule.dweight && accumulated;
   summed.dbias = !expected.dbias.sizes.empty();
   const SumSizes<int64_t> sizes = head.sum_sizes();
-  const GradientSums sums(head, summed, made(expected.dx), made(expected.dweight), made(expected.saved), made(expected.dbias));
+  const GradientSums sums(head, summed, allocated(expected.dx), allocated(expected.dweight), allocated(expected.saved),
+                          allocated(expected.dbias));
   const Tensor& saved = sums.rest;
   // The sum uses whole multiples of 64 rows; the end of the memory is unused.
   const int64_t whole = sizes.rows * head.hidden;

@@ -95,24 +95,13 @@ def wide_logits(x: Tensor, weight: Tensor, compute_dtype: torch.dtype | None, lo
     return logits_dtype not in (None, _compute(x, weight, compute_dtype))
 
 
-def fake_loss_results(
-    dtype,
-    *,
-    x,
-    reduction,
-    return_z_loss,
-    return_token_accuracy,
-    return_predicted_tokens,
-    return_entropy,
-    return_mean_logits,
-    return_log_sum_sq,
-    **_,
-):
+def fake_loss_results(values, dtype):
     """Returns the results for users, loss to log_sum_sq, without data."""
-    rows = x.shape[0]
-    moments = return_entropy, return_mean_logits, return_log_sum_sq
+    x, rows = values["x"], values["x"].shape[0]
+    wanted = (values[name] for name in ("return_z_loss", "return_token_accuracy", "return_predicted_tokens"))
+    moments = (values[name] for name in ("return_entropy", "return_mean_logits", "return_log_sum_sq"))
     return (
-        *fake_results(x, rows, dtype, reduction, return_z_loss, return_token_accuracy, return_predicted_tokens),
+        *fake_results(x, rows, dtype, values["reduction"], *wanted),
         *(x.new_empty(rows if moment else 0, dtype=dtype) for moment in moments),
     )
 
@@ -121,7 +110,7 @@ def _fake(values):
     x = values["x"]
     acc = accumulator(_compute(x, values["weight"], values["compute_dtype"]))
     saved = (x.new_empty(shape, dtype=_DTYPES[dtype]) for shape, dtype in _C.saved_tensors(*values.values()))
-    return *fake_loss_results(acc, **values), *saved
+    return *fake_loss_results(values, acc), *saved
 
 
 def _fake_backward(x, weight, bias, compute_dtype, need_dx, need_dweight, need_dbias):

@@ -7,6 +7,7 @@ chooses their plan (``_loss_plan.py``, ``_fused_linear_op.py``).
 from __future__ import annotations
 
 import numbers
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,36 +47,26 @@ def fused_loss(
     memory: str | int,
     rows: CountedRows | Tensor | None,
     reduction: str = "none",
-    lse_square_scale: float = 0.0,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
     temperature: Tensor | None = None,
-    use_token_scaling: bool = False,
-    return_z_loss: bool = False,
-    return_token_accuracy: bool = False,
-    return_predicted_tokens: bool = False,
-    return_entropy: bool = False,
-    return_mean_logits: bool = False,
-    return_log_sum_sq: bool = False,
-    accum_dtype: torch.dtype | None = None,
-    logits_dtype: torch.dtype | None = None,
     normalizer: Tensor | float | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
+    **options: Any,
 ) -> tuple[Tensor, ...]:
     """Checks the arguments, calls the op, and returns its results for all rows of x, flattened: first loss, z_loss,
     token_accuracy, predicted_tokens, entropy, mean_logits and log_sum_sq. ``op``: the public function's name, for
-    errors. ``temperature``: ``(rows,)``."""
-    moments = return_entropy or return_mean_logits or return_log_sum_sq
+    errors. ``temperature``: ``(rows,)``. ``options``: further arguments of the op."""
+    asked = LossArguments(x, weight, target, ignore_index=ignore_index, **options)
+    softcap = asked.softcap
     check_tensors(op, x=x, weight=weight, target=target)
     check_integer(op, ignore_index=ignore_index)
     check_constants(
-        op, ce_weight=ce_weight, normalizer=normalizer, temperature=temperature, label_smoothing=label_smoothing,
-        lse_square_scale=lse_square_scale, softcap=softcap,
+        op, ce_weight=ce_weight, normalizer=normalizer, temperature=temperature, label_smoothing=asked.label_smoothing,
+        lse_square_scale=asked.lse_square_scale, softcap=softcap,
     )  # fmt: skip
     if isinstance(softcap, bool) or not isinstance(softcap, (numbers.Real, torch.SymFloat, torch.SymInt, type(None))):
         raise TypeError(f"{op}: softcap is {softcap!r}, expected None or a number")
-    for name, value in (("accum_dtype", accum_dtype), ("logits_dtype", logits_dtype)):
+    for name in ("accum_dtype", "logits_dtype"):
+        value = getattr(asked, name)
         if not (value is None or isinstance(value, torch.dtype)):
             raise TypeError(f"{op}: {name} is {value!r}, expected a torch.dtype or None")
     require(x.dim() >= 1, op, ": x has no dimensions, expected (..., hidden_size)")
@@ -122,50 +113,36 @@ def fused_loss(
             device=device_index(x.device),
             bias=None if bias is None else bias.dtype,
             class_weight=None if ce_weight is None else ce_weight.dtype,
-            sum=weight.dtype if weight.dtype == accum_dtype else None,
+            sum=weight.dtype if weight.dtype == asked.accum_dtype else None,
             dx=need_dx,
             dweight=need_dweight,
             dbias=need_dbias,
             per_row=reduction == "none",
-            label_smoothing=condition_holds(label_smoothing != 0),
+            label_smoothing=condition_holds(asked.label_smoothing != 0),
             softcap=softcap is not None,
-            token_scaling=bool(use_token_scaling),
-            z_loss=condition_holds(lse_square_scale != 0) or bool(return_z_loss),
-            token_accuracy=bool(return_token_accuracy),
-            predicted_tokens=bool(return_predicted_tokens),
-            moments=moments,
-            temperature=temperature is not None or condition_holds(logit_scale != 1),
-            wide_logits=logits_dtype == torch.float32 and dtype.itemsize == 2,
+            token_scaling=bool(asked.use_token_scaling),
+            z_loss=condition_holds(asked.lse_square_scale != 0) or bool(asked.return_z_loss),
+            token_accuracy=bool(asked.return_token_accuracy),
+            predicted_tokens=bool(asked.return_predicted_tokens),
+            moments=asked.return_entropy or asked.return_mean_logits or asked.return_log_sum_sq,
+            temperature=temperature is not None or condition_holds(asked.logit_scale != 1),
+            wide_logits=asked.logits_dtype == torch.float32 and dtype.itemsize == 2,
             # No overlaid plan in a graph: it would overwrite a result of another op.
             overlays=shard is None and not torch.compiler.is_compiling(),
             all_rows=0 if listed is None else target.numel(),
             copies=_copies(x, flat, weight, bias, ce_weight),
         )
         way = plan(call, memory) if shard is None else way._replace(rows=shard_rows(call, memory))
-    arguments = LossArguments(
+    arguments = asked._replace(
         x=flat,
-        weight=weight,
         target=targets,
+        weight=weight,
         bias=bias,
         ce_weight=ce_weight,
         normalizer=None if normalizer is None else _normalizer(op, normalizer, accumulator(dtype), x.device),
         temperature=None if temperature is None else temperature.to(accumulator(dtype)).contiguous(),
-        ignore_index=ignore_index,
         reduction=mode_code(op, "reduction", reduction, REDUCTIONS),
-        label_smoothing=label_smoothing,
-        lse_square_scale=lse_square_scale,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        use_token_scaling=use_token_scaling,
-        return_z_loss=return_z_loss,
-        return_token_accuracy=return_token_accuracy,
-        return_predicted_tokens=return_predicted_tokens,
-        return_entropy=return_entropy,
-        return_mean_logits=return_mean_logits,
-        return_log_sum_sq=return_log_sum_sq,
-        accum_dtype=accum_dtype,
         compute_dtype=compute_dtype,
-        logits_dtype=logits_dtype,
         gradients=way.gradients,
         chunk_rows=way.rows,
         chunk_classes=way.classes,
@@ -175,8 +152,8 @@ def fused_loss(
     )
     outputs = call_op(*arguments) if shard is None else sharded_loss(shard, arguments)
     if listed is not None:
-        wanted = reduction == "none", return_z_loss, return_token_accuracy, return_predicted_tokens
-        wanted += return_entropy, return_mean_logits, return_log_sum_sq
+        wanted = reduction == "none", asked.return_z_loss, asked.return_token_accuracy, asked.return_predicted_tokens
+        wanted += asked.return_entropy, asked.return_mean_logits, asked.return_log_sum_sq
         outputs = for_all_rows(outputs, listed[0], target.numel(), *wanted)
     return outputs
 
