@@ -116,7 +116,8 @@ def plan_call(shape: Shape, dtype: torch.dtype, device: torch.device) -> Call:
     """The call by which the op chooses its plan."""
     stored, compute = (torch.float32, torch.bfloat16) if shape.autocast else (dtype, dtype)
     sizes = shape.rows, shape.hidden, shape.vocab
-    return Call(*sizes, compute, stored, stored, device_index(device), per_row=shape.per_row)
+    reduction = "none" if shape.per_row else "mean"
+    return Call.uniform(*sizes, stored, device_index(device), compute_dtype=compute, reduction=reduction)
 
 
 def memory_points(call: Call) -> dict[str, tuple[str | int, Choice]]:

@@ -39,7 +39,7 @@ def most_tokens(call: Call, memory: str | int, free: int) -> int:
     many."""
 
     def fits(tokens: int) -> bool:
-        return fused_loss_bytes(call._replace(rows=tokens), memory) <= free
+        return fused_loss_bytes(call.resized(rows=tokens), memory) <= free
 
     # The memory is not monotonic: more tokens may take less where the plan changes. So the bisection starts at the
     # largest of many counts that fits.

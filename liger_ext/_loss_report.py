@@ -36,7 +36,7 @@ def run(chosen: argparse.Namespace, profile: _C.DeviceProfile | None) -> int:
         if not 1 <= size <= _MOST:
             raise ValueError(f"argument --loss: {name} is {size}, expected 1 to {_MOST:,}")
     dtype, reduction = chosen.dtype or "bf16", chosen.reduction or "mean"
-    call = Call.uniform(*chosen.loss, DTYPES[dtype], profile_index(profile), per_row=reduction == "none")
+    call = Call.uniform(*chosen.loss, DTYPES[dtype], profile_index(profile), reduction=reduction)
     found = {
         **dict(zip(("rows", "hidden", "vocab"), chosen.loss, strict=True)),
         "dtype": dtype,
@@ -55,7 +55,7 @@ def matmul_seconds(call: Call) -> float:
     """Estimates the time of the matmuls that every plan runs: of the logits, dx and dweight."""
     rows, hidden, vocab = call.rows, call.hidden, call.vocab
     matmuls = [(rows, vocab, hidden)]
-    matmuls += [(rows, hidden, vocab)] * call.dx + [(vocab, hidden, rows)] * call.dweight
+    matmuls += [(rows, hidden, vocab)] * call.arguments.need_dx + [(vocab, hidden, rows)] * call.arguments.need_dweight
     size = call.compute.itemsize
     return sum(_C.matmul_seconds(device(call).rates, *sizes, size, size, False) for sizes in matmuls)
 
@@ -66,7 +66,7 @@ def describe(call: Call, choice: Choice) -> str:
     if way == _C.Gradients.deferred:
         return "all gradients of logits stored"
     if way == _C.Gradients.overlaid:
-        room = _C.overlaid_room(call.hidden, call.weight, call.compute)
+        room = _C.overlaid_room(call.hidden, call.arguments.weight.dtype, call.compute)
         inside = _C.overlaid_classes(call.rows, room, call.vocab)
         place = "in the memory that becomes dweight"
         if classes < call.vocab:

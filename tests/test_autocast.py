@@ -8,7 +8,7 @@ from ops import DEFAULT_EXAMPLES
 
 from liger_ext import functional as F
 from liger_ext.ops._checks import REDUCTIONS
-from liger_ext.ops._fused_linear_op import LossArguments
+from liger_ext.ops._loss_arguments import LossArguments
 from liger_ext.ops._loss_plan import SMALLEST
 from liger_ext.testing import judge, named_outputs
 

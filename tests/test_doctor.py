@@ -320,8 +320,8 @@ def test_options_of_a_loss_without_a_loss(capsys):
 def test_most_tokens(free, memory):
     call = Call.uniform(1, _llama.HIDDEN, _llama.VOCAB, torch.bfloat16, profile_index(_C.profile("H200")))
     most = _llama.most_tokens(call, memory, free)
-    assert most == 0 or _llama.fused_loss_bytes(call._replace(rows=most), memory) <= free
-    assert _llama.fused_loss_bytes(call._replace(rows=most + 1), memory) > free
+    assert most == 0 or _llama.fused_loss_bytes(call.resized(rows=most), memory) <= free
+    assert _llama.fused_loss_bytes(call.resized(rows=most + 1), memory) > free
 
 
 @pytest.mark.cuda

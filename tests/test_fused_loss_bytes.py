@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from liger_ext import _C
 from liger_ext import functional as F
 from liger_ext.ops import _fused_loss, _loss_devices, _loss_plan
-from liger_ext.ops._fused_linear_op import LossArguments
+from liger_ext.ops._loss_arguments import Layout
 from liger_ext.ops._loss_devices import profile_index
 from liger_ext.ops._loss_plan import LEVELS, SMALLEST, Call, choose, front
 from liger_ext.ops._schema import argument_names
@@ -24,8 +24,16 @@ GPUS = [profile_index(profile) for profile in _C.profiles()]
 CPU = _loss_devices.device_index(torch.device("cpu"))
 float_dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 
+
+def drawn_call(rows, hidden, vocab, compute, x, weight, device, reduction, around, **options):
+    if options["use_token_scaling"]:
+        options["logits_dtype"] = None
+    call = Call.uniform(rows, hidden, vocab, x, device, reduction, weight=weight, compute_dtype=compute, **options)
+    return call._replace(**around)
+
+
 any_calls = st.builds(
-    Call,
+    drawn_call,
     rows=st.one_of(st.integers(1, 400), st.integers(1, 200_000)),
     hidden=st.one_of(st.integers(1, 300), st.integers(256, 8192)),
     vocab=st.one_of(st.integers(1, 3000), st.integers(1, 270_000)),
@@ -33,22 +41,26 @@ any_calls = st.builds(
     x=float_dtypes,
     weight=float_dtypes,
     device=st.sampled_from([*GPUS, CPU]),
+    reduction=st.sampled_from(["mean", "none"]),
+    around=st.fixed_dictionaries(
+        {
+            "overlays": st.booleans(),
+            "all_rows": st.sampled_from([0, 250_000]),
+            "copies": st.sampled_from([0, 1_000_000]),
+            "free": st.sampled_from([0, 100 << 20, 4 << 30]),
+        }
+    ),
     bias=st.sampled_from([None, torch.float16]),
-    class_weight=st.sampled_from([None, torch.float32]),
-    sum=st.none(),
-    dx=st.booleans(),
-    dweight=st.booleans(),
-    dbias=st.just(False),
-    per_row=st.booleans(),
-    label_smoothing=st.booleans(),
-    token_scaling=st.booleans(),
-    wide_logits=st.booleans(),
-    z_loss=st.booleans(),
-    overlays=st.booleans(),
-    all_rows=st.sampled_from([0, 250_000]),
-    copies=st.sampled_from([0, 1_000_000]),
-    free=st.sampled_from([0, 100 << 20, 4 << 30]),
-).map(lambda call: call._replace(wide_logits=call.wide_logits and call.compute.itemsize == 2))
+    ce_weight=st.sampled_from([None, torch.float32]),
+    normalizer=st.sampled_from([None, torch.float32]),
+    need_dx=st.booleans(),
+    need_dweight=st.booleans(),
+    label_smoothing=st.sampled_from([0.0, 0.1]),
+    use_token_scaling=st.booleans(),
+    logits_dtype=st.sampled_from([None, torch.float32]),
+    lse_square_scale=st.sampled_from([0.0, 1e-4]),
+    return_z_loss=st.booleans(),
+)
 
 
 # Choice of a plan ---------------------------------------------------------------------------------------------------
@@ -60,6 +72,7 @@ def test_what_levels_and_budgets_choose(call, budgets):
     """No level is both slower and larger than another level or a budget. More memory never takes more time. Budgets are
     kept. Each level selects the plan with the least memory within its share of the least time."""
     found = front(call)
+    assert found[0].seconds > 0  # the op does not refuse the call
     least = found[0].bytes
     chosen = [choose(call, int(least * share)) for share in sorted([1, *budgets])]
     assert all(choice.bytes <= least * share for choice, share in zip(chosen, sorted([1, *budgets]), strict=True))
@@ -104,20 +117,16 @@ def test_the_front_is_that_of_all_candidates(call):
 def test_flop_formulas_count_the_multiplications_of_the_trace(call, drawn):
     """The formulas of the forward and of the backward count, each, the multiplications of the code that a plan runs."""
     plan = drawn.choice(_loss_plan.candidates(call))
-    ((_, _, *traced),) = _C.loss_costs(_loss_plan._traced(call), [plan], *_loss_plan.device(call))
-    x, weight = (
-        torch.empty(rows, call.hidden, dtype=dtype, device="meta")
-        for rows, dtype in ((call.rows, call.x), (call.vocab, call.weight))
-    )
-    target = torch.empty(call.rows, dtype=torch.int64, device="meta")
-    values = LossArguments(
-        x, weight, target, compute_dtype=call.compute, gradients=plan.gradients, chunk_rows=plan.rows,
-        chunk_classes=plan.classes, need_dx=call.dx, need_dweight=call.dweight,
-    )._asdict()  # fmt: skip
+    ((_, _, *traced),) = _C.loss_costs(call.arguments, [plan], True, *_loss_plan.device(call))
+    called = call.arguments._replace(gradients=plan.gradients, chunk_rows=plan.rows, chunk_classes=plan.classes)
+    values = {
+        name: torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Layout) else value
+        for name, value in called._asdict().items()
+    }
     for name, multiplications in zip(("", "_backward"), traced, strict=True):
         formula = flop_registry[getattr(torch.ops.liger_ext, f"fused_linear_cross_entropy{name}")]
         names = argument_names(getattr(torch.ops.liger_ext, f"fused_linear_cross_entropy{name}").default)
-        runs = not name or call.dx or call.dweight
+        runs = not name or called.need_dx or called.need_dweight
         found = formula(*(values.get(argument) for argument in names)) if runs else 0
         assert found == 2 * multiplications, (name, plan)
 
@@ -127,16 +136,16 @@ def test_the_levels_of_models():
     h100, bf16 = profile_index(_C.profile("H100")), torch.bfloat16
     for rows, hidden, vocab in ((8192, 2304, 256_000), (8192, 2880, 201_088), (8192, 1024, 151_936)):
         for per_row in (False, True):
-            call = Call(rows, hidden, vocab, bf16, bf16, bf16, h100, per_row=per_row)
+            call = Call.uniform(rows, hidden, vocab, bf16, h100, "none" if per_row else "mean")
             assert choose(call, "auto").plan == overlaid((rows, hidden, vocab), 1)
             assert choose(call, "min").plan == overlaid((rows, hidden, vocab), 0)
-    long = Call(32_768, 2048, 128_256, bf16, bf16, bf16, h100)
+    long = Call.uniform(32_768, 2048, 128_256, bf16, h100)
     assert choose(long, "auto").plan.gradients == int(_C.Gradients.accumulated)
 
 
 def test_memory_that_is_free_is_used():
     h100, bf16 = profile_index(_C.profile("H100")), torch.bfloat16
-    call = Call(8192, 2304, 256_000, bf16, bf16, bf16, h100)
+    call = Call.uniform(8192, 2304, 256_000, bf16, h100)
     most = choose(call._replace(free=6 << 30), "auto")
     assert most == front(call)[-1] and most.seconds < choose(call, "auto").seconds
     assert choose(call._replace(free=6 << 30), "min") == choose(call, "min")
@@ -144,7 +153,7 @@ def test_memory_that_is_free_is_used():
 
 def test_fewer_bytes_than_it_can_do_with(device):
     made = head(300, 128, 4099, device=device)
-    call = Call(300, 128, 4099, *[torch.float32] * 3, _loss_devices.device_index(device), copies=0)
+    call = Call.uniform(300, 128, 4099, torch.float32, _loss_devices.device_index(device))
     least = front(call)[0].bytes
     fused_loss(made, least).backward()
     with pytest.raises(
@@ -158,9 +167,9 @@ def test_a_trace_lists_what_a_plan_does():
     are one entry with a count."""
     bf16 = torch.bfloat16
     h100 = profile_index(_C.profile("H100"))
-    call = Call(1000, 64, 5000, bf16, bf16, bf16, h100)
+    call = Call.uniform(1000, 64, 5000, bf16, h100)
     plan = _loss_plan.in_chunks(call, 256, 5000)
-    matmuls, kernels = _C.loss_trace(_loss_plan._traced(call), plan, *_loss_plan.device(call))
+    matmuls, kernels = _C.loss_trace(call.arguments, plan, *_loss_plan.device(call))
     of_dweight = [m for m in matmuls if m[0] + m[1] != 5256 and m[2] in (256, 232) and m[1] == 64]
     assert [(accumulates, times) for *_, accumulates, times in of_dweight[::2]] == [(False, 1), (True, 2), (True, 1)]
     assert sum(m * n * k * times for m, n, k, _, times in matmuls) == 3 * 1000 * 64 * 5000
@@ -173,12 +182,12 @@ def test_the_weight_is_cast_once(per_row, plan):
     """Under autocast the matmul of dx reads the cast weight of the matmul of the logits, if the gradient of all logits
     is stored. So dx costs no more than with a weight that needs no cast."""
     fp32, bf16, h100 = torch.float32, torch.bfloat16, profile_index(_C.profile("H100"))
-    call = Call(512, 1024, 8192, bf16, bf16, fp32, h100, per_row=per_row)
+    call = Call.uniform(512, 1024, 8192, bf16, h100, "none" if per_row else "mean", compute_dtype=bf16)
     plan = plan or _loss_plan.in_chunks(call, 512, 8192)
 
     def dx_seconds(weight):
-        of = call._replace(weight=weight)
-        with_dx, without = (_loss_plan.costs(of._replace(dx=dx), [plan])[0].seconds for dx in (True, False))
+        of = call.replaced(weight=call.arguments.weight._replace(dtype=weight))
+        with_dx, without = (_loss_plan.costs(of.replaced(need_dx=dx), [plan])[0].seconds for dx in (True, False))
         return with_dx - without
 
     cast = call.vocab * call.hidden * (fp32.itemsize + bf16.itemsize) / _loss_plan.device(call).rates.bandwidth
@@ -270,7 +279,8 @@ def test_the_memory_that_is_taken(device, drawn, memory):
             if share > 1:
                 memory = budget = int(front(call)[0].bytes * share)
             else:
-                memory = overlaid((call.rows, *drawn["size"][1:]), share, call.weight, call.compute) or "min"
+                dtypes = call.arguments.weight.dtype, call.compute
+                memory = overlaid((call.rows, *drawn["size"][1:]), share, *dtypes) or "min"
         taken = most_bytes(device, run)
     call, chosen = found[-1]
     on_16_bit_cpu = device.type == "cpu" and call.compute.itemsize == 2

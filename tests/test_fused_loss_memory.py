@@ -16,7 +16,7 @@ from test_fused_linear_cross_entropy import head
 from liger_ext import _C
 from liger_ext import functional as F
 from liger_ext.ops._checks import REDUCTIONS
-from liger_ext.ops._fused_linear_op import LossArguments
+from liger_ext.ops._loss_arguments import LossArguments
 from liger_ext.ops._loss_plan import SMALLEST, Plan
 from liger_ext.testing import judge
 

@@ -17,7 +17,7 @@ from test_linear_log_probs import BOUNDS, EVERYTHING, arguments, doubles, judge,
 from liger_ext import _C
 from liger_ext import functional as F
 from liger_ext.ops import _fused_linear_op, _fused_loss, _loss_devices, _loss_plan
-from liger_ext.ops._fused_linear_op import LossArguments
+from liger_ext.ops._loss_arguments import LossArguments
 from liger_ext.ops._loss_plan import LEVELS, SMALLEST, Call, Plan
 
 DEFERRED, RECOMPUTED, OVERLAID = map(int, (_C.Gradients.deferred, _C.Gradients.recomputed, _C.Gradients.overlaid))
@@ -273,7 +273,7 @@ def test_the_memory_that_is_taken(device, needs, autocast):
         call, plan, taken = plan_and_bytes(device, step, memory)
         traced = _loss_plan.costs(call, [plan])[0].bytes
         assert call.wide_logits
-        matmuls, _ = _C.loss_trace(_loss_plan._traced(call), plan, *_loss_plan.device(call))
+        matmuls, _ = _C.loss_trace(call.arguments, plan, *_loss_plan.device(call))
         # On a CPU, torch may copy the 16-bit operands of a matmul.
         copies = max(2 * (k + 64) * (m + n + 128) for m, n, k, *_ in matmuls) + (1 << 18)
         copies = 0 if device.type == "cuda" else copies
@@ -319,7 +319,7 @@ def test_the_levels_of_models():
     bf16 = torch.bfloat16
     h100 = _loss_devices.profile_index(_C.profile("H100"))
     for rows, hidden, vocab in ((8192, 2304, 256_000), (8192, 1024, 151_936), (32_768, 2048, 128_256)):
-        call = Call(rows, hidden, vocab, bf16, bf16, bf16, h100, per_row=True, wide_logits=True)
+        call = Call.uniform(rows, hidden, vocab, bf16, h100, "none", logits_dtype=torch.float32)
         for level in LEVELS:
             chosen = _loss_plan.choose(call, level)
             assert chosen.plan.rows < rows
@@ -331,12 +331,12 @@ def test_what_frozen_weights_and_no_gradients_take(at):
     """A chunk's logits in float32, and, with gradients, the chunk's gradients in 16 bits."""
     rows, hidden, vocab, chunk = 1024, 64, 12_800, 128
     bf16 = torch.bfloat16
-    call = Call(rows, hidden, vocab, bf16, bf16, bf16, at, dweight=False, per_row=True)
+    call = Call.uniform(rows, hidden, vocab, bf16, at, "none", need_dweight=False)
     for dx, bytes_each in ((False, 4), (True, 6)):
-        of = call._replace(dx=dx)
+        of = call.replaced(need_dx=dx)
         taken = [
-            _loss_plan.costs(of._replace(wide_logits=wide), [_loss_plan.in_chunks(of, chunk, vocab)])[0].bytes
-            for wide in (False, True)
+            _loss_plan.costs(of.replaced(logits_dtype=dtype), [_loss_plan.in_chunks(of, chunk, vocab)])[0].bytes
+            for dtype in (None, torch.float32)
         ]
         assert taken[1] - taken[0] == chunk * vocab * (bytes_each - 2)
 

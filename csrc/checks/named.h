@@ -38,7 +38,8 @@ template <class Struct> consteval size_t member_index(std::string_view name) {
   return found;
 }
 
-// run(arguments...) stores an op's arguments in a Struct, and calls `function` with it.
+// run(arguments...) stores an op's arguments in a Struct, and calls `function` with it. collect(store) calls store(i, member) for the
+// member of each argument i.
 template <auto function, const auto& schema, class Indices = std::make_index_sequence<argument_count(schema)>> struct NamedArguments;
 template <class Result, class Struct, Result (*function)(const Struct&), const auto& schema, size_t... index>
 struct NamedArguments<function, schema, std::index_sequence<index...>> {
@@ -49,6 +50,11 @@ struct NamedArguments<function, schema, std::index_sequence<index...>> {
     Struct named;
     ((named.*std::get<member<index>>(Struct::members).pointer = std::move(arguments)), ...);
     return function(named);
+  }
+  template <class Store> static Struct collect(const Store& store) {
+    Struct named;
+    (store(index, named.*std::get<member<index>>(Struct::members).pointer), ...);
+    return named;
   }
 };
 

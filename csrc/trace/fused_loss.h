@@ -1,27 +1,13 @@
-// Traces a call of the fused loss: runs its forward and backward with tensors without data, and records their allocations, matmuls and
-// kernel launches (recorder.h).
+// Traces a call of the fused loss: runs its check, forward and backward with tensors without data, and records their allocations, matmuls
+// and kernel launches (recorder.h).
 #pragma once
-#include <optional>
+#include <span>
+#include <variant>
 
-#include "kernels/types.h"
 #include "launch/chunks.h"
-#include "trace/recorder.h"
+#include "trace/tensor.h"
 
 namespace liger::trace {
-
-// The properties of a call on which its memory, time and launches depend.
-struct LossCall {
-  int64_t rows = 1, hidden = 1, vocab = 1;
-  Dtype compute = Dtype::bf16, x = Dtype::bf16, weight = Dtype::bf16;
-  std::optional<Dtype> bias, class_weight, sum;  // sum: dtype of the sum of dweight over chunks; none: the accumulator's
-  bool dx = true, dweight = true, dbias = false;  // requested gradients
-  bool per_row = false;  // reduction "none"
-  bool label_smoothing = false, softcap = false, token_scaling = false, z_loss = false, token_accuracy = false, predicted_tokens = false;
-  bool moments = false, temperature = false;  // of log-probabilities
-  bool wide_logits = false;  // logits are in the accumulator's dtype
-  bool in_place = true;  // the backward may compute dweight in the memory that the forward returned
-  bool aligned = true;   // 16-byte accesses fit the tensors; false, for example, if a caller's hooks move saved tensors
-};
 
 // The strategy for the gradients, and the number of rows and classes of logits that exist at a time (ops/fused_linear.h).
 struct LossPlan {
@@ -34,7 +20,18 @@ struct ForwardWork {
   size_t kernels;
   int64_t multiplications;
 };
-// Records the forward and, if a gradient is requested, the backward. The op's arguments do not count as allocated memory.
-ForwardWork trace_fused_loss(const LossCall&, const LossPlan&, Recorder&);
+
+// Records the forward and, if a gradient is requested, the backward. The op's arguments do not count as allocated memory. in_place: the
+// backward may compute dweight in the memory that the forward returned. Throws std::invalid_argument for a call that the op refuses.
+struct FusedLoss;
+ForwardWork trace_fused_loss(FusedLoss, bool in_place, Recorder&);
+
+// The same for the op's arguments in the order of its schema (schemas.h), with a plan in place of those that a plan chooses.
+struct Layout {
+  std::vector<int64_t> sizes, strides;
+  ScalarType dtype;
+};
+using Argument = std::variant<std::monostate, bool, int64_t, double, ScalarType, Layout>;
+ForwardWork trace_fused_loss(std::span<const Argument>, const LossPlan&, bool in_place, Recorder&);
 
 }  // namespace liger::trace

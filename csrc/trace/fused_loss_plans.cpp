@@ -2,6 +2,7 @@
 // are equal and are listed once.
 #include <algorithm>
 
+#include "checks/fused_linear_cross_entropy.h"
 #include "launch/cross_entropy.h"
 #include "launch/elementwise.h"
 #include "launch/losses.h"
@@ -14,30 +15,34 @@ const Fact hidden{"hidden", 1}, chunk_rows{"chunk_rows"}, chunk_classes{"chunk_c
 const Fact overlaid{"overlaid"};  // the strategy overlaid, which stores the gradients of chunk_classes classes
 const Fact moments{"moments"};  // of log-probabilities: the entropy, the mean logit and the sum of squares
 
-trace::LossPlan loss_plan(const Call& call, const trace::LossCall& loss_call) {
-  trace::LossPlan plan;
-  plan.rows = call[chunk_rows] > 0 ? call[chunk_rows] : std::max<int64_t>(1, call.rows);
-  plan.classes = call[chunk_classes] > 0 ? call[chunk_classes] : call.cols;
-  if (call[overlaid] && call.rows > 0) plan.gradients = Gradients::overlaid;
-  else
-    plan.gradients =
-        gradient_strategy(loss_call.dx, loss_call.dweight, call.rows <= plan.rows && call.cols <= plan.classes, loss_call.per_row);
-  return plan;
-}
-
 // Traces a call with all gradients, and returns the launches of its forward or of its backward.
 Launches traced(const DeviceProfile& device, const Call& call, bool backward) {
-  trace::LossCall loss_call{.rows = call.rows, .hidden = call[hidden], .vocab = call.cols};
-  loss_call.compute = loss_call.x = loss_call.weight = call.element_bytes == 2 ? Dtype::bf16 : Dtype::f32;
-  if (call[bias]) loss_call.bias = loss_call.compute, loss_call.dbias = true;
-  loss_call.per_row = call[per_row] != 0;
-  loss_call.softcap = call[full] != 0;
-  loss_call.moments = call[moments] != 0;
-  loss_call.aligned = call.aligned;
   const Rates rates = device_rates(&device);
   trace::Recorder recorder(&device, rates, true);
   recorder.knobs = &call.knobs;
-  const size_t forward_kernels = trace_fused_loss(loss_call, loss_plan(call, loss_call), recorder).kernels;
+  const Dtype dtype = call.element_bytes == 2 ? Dtype::bf16 : Dtype::f32;
+  recorder.offset = call.aligned ? 0 : dtype_bytes(dtype);
+  recorder.counts = false;
+  const auto tensor = [&](const std::vector<int64_t>& sizes, trace::ScalarType type) {
+    const std::array<int64_t, 2> strides{sizes.back(), 1};
+    return trace::Tensor(recorder, sizes, std::span(strides).last(sizes.size()), type);
+  };
+  trace::FusedLoss args;
+  args.x = tensor({call.rows, call[hidden]}, trace::scalar_type(dtype));
+  args.weight = tensor({call.cols, call[hidden]}, trace::scalar_type(dtype));
+  args.target = tensor({call.rows}, trace::ScalarType::Long);
+  if (call[bias]) args.bias = tensor({call.cols}, trace::scalar_type(dtype));
+  recorder.counts = true;
+  args.reduction = int64_t(call[per_row] ? Reduction::none : Reduction::mean);
+  if (call[full]) args.softcap = 30;
+  args.return_entropy = args.return_mean_logits = args.return_log_sum_sq = call[moments] != 0;
+  args.need_dx = args.need_dweight = true;
+  args.need_dbias = call[bias] != 0;
+  args.chunk_rows = call[chunk_rows] > 0 ? call[chunk_rows] : std::max<int64_t>(1, call.rows);
+  args.chunk_classes = call[chunk_classes] > 0 ? call[chunk_classes] : call.cols;
+  const bool at_once = call.rows <= args.chunk_rows && call.cols <= args.chunk_classes;
+  args.gradients = int64_t(call[overlaid] && call.rows > 0 ? Gradients::overlaid : gradient_strategy(true, true, at_once, call[per_row]));
+  const size_t forward_kernels = trace_fused_loss(args, true, recorder).kernels;
   Launches out;
   const auto& all = recorder.kernels;
   for (size_t i = backward ? forward_kernels : 0; i < (backward ? all.size() : forward_kernels); ++i) out.push_back(all[i].launch);

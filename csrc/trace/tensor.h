@@ -5,6 +5,7 @@
 #include <array>
 #include <initializer_list>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 

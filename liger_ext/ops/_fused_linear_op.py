@@ -20,7 +20,6 @@ only reads them. Otherwise it computes dweight in the memory that the forward ha
 from __future__ import annotations
 
 import operator
-from collections import namedtuple
 from typing import Any
 
 import torch
@@ -34,8 +33,9 @@ from torch._C._autograd import (
 from liger_ext import _C
 from liger_ext.ops._checks import REDUCTIONS, accumulator, condition_holds
 from liger_ext.ops._compile import flop_formula
+from liger_ext.ops._loss_arguments import NAMES, OPTIONS, LossArguments, matmul_dtype, select_options, wide_logits
 from liger_ext.ops._register import register, register_without_derivative
-from liger_ext.ops._schema import argument_names, called_by_name, result_names
+from liger_ext.ops._schema import called_by_name, result_names
 from liger_ext.ops.cross_entropy import fake_results
 
 _op = torch.ops.liger_ext.fused_linear_cross_entropy.default
@@ -46,28 +46,11 @@ _DEFERRED, _ACCUMULATED, _RECOMPUTED, _OVERLAID = map(
     int, (_C.Gradients.deferred, _C.Gradients.accumulated, _C.Gradients.recomputed, _C.Gradients.overlaid)
 )
 
-_NAMES, RESULTS = argument_names(_op), result_names(_op)
-TENSORS = [argument.name for argument in _op._schema.arguments if "Tensor" in str(argument.type)]
-_Fields: Any = namedtuple("_Fields", _NAMES, defaults=[_C.loss_defaults[n] for n in _NAMES if n in _C.loss_defaults])
-
-
-OPTIONS = [name for name in _NAMES if name not in TENSORS]
-select_options = operator.itemgetter(*OPTIONS)
+RESULTS = result_names(_op)
 _SAVED = ("x", "weight", "target", "bias", "ce_weight", "temperature")
 _SAVED += "loss", "entropy", "counts", "saved", "dx", "dweight", "dbias"
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
 _select_without_gradient = operator.itemgetter(*(name for name in RESULTS if name not in ("loss", "entropy")))
-
-
-class LossArguments(_Fields):
-    """The op's arguments, in the order of its schema, with the defaults of csrc/checks."""
-
-    __slots__ = ()
-
-    @property
-    def compute(self) -> torch.dtype:
-        """The dtype of the matmuls. The losses have the dtype of its accumulator."""
-        return _compute(self.x, self.weight, self.compute_dtype)
 
 
 def autocast_dtype(device_type: str, x: Tensor, weight: Tensor) -> torch.dtype | None:
@@ -86,15 +69,6 @@ def _autocast(device_type, *values):
     return args._replace(compute_dtype=autocast_dtype(device_type, args.x, args.weight))
 
 
-def _compute(x: Tensor, weight: Tensor, compute_dtype: torch.dtype | None) -> torch.dtype:
-    return torch.promote_types(x.dtype, weight.dtype) if compute_dtype is None else compute_dtype
-
-
-def wide_logits(x: Tensor, weight: Tensor, compute_dtype: torch.dtype | None, logits_dtype: torch.dtype | None) -> bool:
-    """Whether the logits are wider than the operands of the matmuls."""
-    return logits_dtype not in (None, _compute(x, weight, compute_dtype))
-
-
 def fake_loss_results(values, dtype):
     """Returns the results for users, loss to log_sum_sq, without data."""
     x, rows = values["x"], values["x"].shape[0]
@@ -108,13 +82,13 @@ def fake_loss_results(values, dtype):
 
 def _fake(values):
     x = values["x"]
-    acc = accumulator(_compute(x, values["weight"], values["compute_dtype"]))
+    acc = accumulator(matmul_dtype(x, values["weight"], values["compute_dtype"]))
     saved = (x.new_empty(shape, dtype=_DTYPES[dtype]) for shape, dtype in _C.saved_tensors(*values.values()))
     return *fake_loss_results(values, acc), *saved
 
 
 def _fake_backward(x, weight, bias, compute_dtype, need_dx, need_dweight, need_dbias):
-    acc = accumulator(_compute(x, weight, compute_dtype))
+    acc = accumulator(matmul_dtype(x, weight, compute_dtype))
     need_dbias = need_dbias and bias is not None
     return (
         x.new_empty(x.shape if need_dx else 0),
@@ -130,7 +104,7 @@ def _fake_backward_in_place(x, weight, bias, compute_dtype, need_dx, need_dbias)
 
 def _setup_context(ctx, values):
     for name in ("x", "weight", "bias"):
-        if ctx.needs_input_grad[_NAMES.index(name)] and not values[f"need_d{name}"]:
+        if ctx.needs_input_grad[NAMES.index(name)] and not values[f"need_d{name}"]:
             raise RuntimeError(
                 f"liger_ext::fused_linear_cross_entropy was called with need_d{name}=False, but {name} requires a "
                 f"gradient. Pass need_d{name}=True, or {name}.detach()"
@@ -227,7 +201,7 @@ def _backward(ctx, saved, dloss, dentropy):
     else:
         dx, dweight, dbias = _backward_op(values)
     gradients = {"x": dx, "weight": dweight, "bias": dbias}
-    return {name: g for name, g in gradients.items() if ctx.needs_input_grad[_NAMES.index(name)]}
+    return {name: g for name, g in gradients.items() if ctx.needs_input_grad[NAMES.index(name)]}
 
 
 call_op = register(
@@ -256,7 +230,7 @@ def _forward_sums_dx(gradients, weight, compute, chunk_classes):
 def _forward_flops(x, weight, gradients, chunk_classes, compute_dtype, need_dx, need_dweight) -> int:
     # With chunks of classes, the logits are computed twice: for their statistics, and for their gradient.
     again = gradients == _ACCUMULATED and chunk_classes < weight.shape[0]
-    with_dx = need_dx and _forward_sums_dx(gradients, weight, _compute(x, weight, compute_dtype), chunk_classes)
+    with_dx = need_dx and _forward_sums_dx(gradients, weight, matmul_dtype(x, weight, compute_dtype), chunk_classes)
     return _matmul_flops(x, weight, 1 + again + with_dx + (need_dweight and gradients == _ACCUMULATED))
 
 
@@ -265,7 +239,7 @@ def _forward_flops(x, weight, gradients, chunk_classes, compute_dtype, need_dx, 
 def _backward_flops(x, weight, mix, gradients, chunk_classes, compute_dtype, need_dx, need_dweight) -> int:
     logits = (gradients == _RECOMPUTED) * (1 + (chunk_classes < weight.shape[0]))
     # The forward's sum of dx is that of the loss alone, so a gradient of the entropy (mix) computes dx again.
-    summed = mix is None and _forward_sums_dx(gradients, weight, _compute(x, weight, compute_dtype), chunk_classes)
+    summed = mix is None and _forward_sums_dx(gradients, weight, matmul_dtype(x, weight, compute_dtype), chunk_classes)
     with_dx = need_dx and not summed
     flops = _matmul_flops(x, weight, logits + with_dx + (need_dweight and gradients != _ACCUMULATED))
     if gradients == _OVERLAID:  # the logits of classes whose gradient is not stored are recomputed

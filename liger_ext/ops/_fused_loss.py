@@ -20,12 +20,12 @@ from liger_ext.ops._checks import (
     check_integer,
     check_tensors,
     class_targets,
-    condition_holds,
     mode_code,
     require,
     shape_text,
 )
-from liger_ext.ops._fused_linear_op import LossArguments, autocast_dtype, call_op
+from liger_ext.ops._fused_linear_op import autocast_dtype, call_op
+from liger_ext.ops._loss_arguments import LossArguments
 from liger_ext.ops._loss_devices import device_index
 from liger_ext.ops._loss_plan import Call, Plan, plan, shard_rows
 from liger_ext.ops._sharded_vocabulary import is_dtensor, local_tensors, sharded_loss
@@ -96,77 +96,48 @@ def fused_loss(
                 temperature = temperature[listed[0]]
     compute_dtype = autocast_dtype(x.device.type, x, weight)
     dtype = torch.promote_types(x.dtype, weight.dtype) if compute_dtype is None else compute_dtype
+    # Bytes of the copies that this function makes: reshape() copies some x, and class_weight() converts.
+    copies = flat.numel() * flat.element_size() if x.dim() > 2 and not x.is_contiguous() else 0
     if ce_weight is not None:
         ce_weight = class_weight(op, ce_weight, "ce_weight", dtype)
+        copies += ce_weight.numel() * ce_weight.element_size()
     grad = torch.is_grad_enabled()
-    need_dweight = grad and weight.requires_grad
-    need_dx, need_dbias = grad and x.requires_grad, grad and bias is not None and bias.requires_grad
-    way = Plan(_ACCUMULATED if need_dx or need_dweight or need_dbias else 0, 1, 1)
-    if weight.dim() == 2 and (shard is not None or weight.shape[0] > 0):  # the op raises an error for other weights
-        call = Call(
-            rows=flat.shape[0],
-            hidden=weight.shape[1],
-            vocab=weight.shape[0] if shard is None else max(1, *shard.sizes),
-            compute=dtype,
-            x=x.dtype,
-            weight=weight.dtype,
-            device=device_index(x.device),
-            bias=None if bias is None else bias.dtype,
-            class_weight=None if ce_weight is None else ce_weight.dtype,
-            sum=weight.dtype if weight.dtype == asked.accum_dtype else None,
-            dx=need_dx,
-            dweight=need_dweight,
-            dbias=need_dbias,
-            per_row=reduction == "none",
-            label_smoothing=condition_holds(asked.label_smoothing != 0),
-            softcap=softcap is not None,
-            token_scaling=bool(asked.use_token_scaling),
-            z_loss=condition_holds(asked.lse_square_scale != 0) or bool(asked.return_z_loss),
-            token_accuracy=bool(asked.return_token_accuracy),
-            predicted_tokens=bool(asked.return_predicted_tokens),
-            moments=asked.return_entropy or asked.return_mean_logits or asked.return_log_sum_sq,
-            temperature=temperature is not None or condition_holds(asked.logit_scale != 1),
-            wide_logits=asked.logits_dtype == torch.float32 and dtype.itemsize == 2,
-            # No overlaid plan in a graph: it would overwrite a result of another op.
-            overlays=shard is None and not torch.compiler.is_compiling(),
-            all_rows=0 if listed is None else target.numel(),
-            copies=_copies(x, flat, weight, bias, ce_weight),
-        )
-        way = plan(call, memory) if shard is None else way._replace(rows=shard_rows(call, memory))
     arguments = asked._replace(
         x=flat,
         target=targets,
-        weight=weight,
         bias=bias,
+        weight=weight,
         ce_weight=ce_weight,
         normalizer=None if normalizer is None else _normalizer(op, normalizer, accumulator(dtype), x.device),
         temperature=None if temperature is None else temperature.to(accumulator(dtype)).contiguous(),
         reduction=mode_code(op, "reduction", reduction, REDUCTIONS),
         compute_dtype=compute_dtype,
-        gradients=way.gradients,
-        chunk_rows=way.rows,
-        chunk_classes=way.classes,
-        need_dx=need_dx,
-        need_dweight=need_dweight,
-        need_dbias=need_dbias,
+        need_dx=grad and x.requires_grad,
+        need_dweight=grad and weight.requires_grad,
+        need_dbias=grad and bias is not None and bias.requires_grad,
     )
+    needs = arguments.need_dx or arguments.need_dweight or arguments.need_dbias
+    way = Plan(_ACCUMULATED if needs else 0, 1, 1)
+    if weight.dim() == 2 and (shard is not None or weight.shape[0] > 0):  # the op raises an error for other weights
+        call = Call(
+            arguments.without_data(),
+            device_index(x.device),
+            # No overlaid plan in a graph: it would overwrite a result of another op.
+            overlays=shard is None and not torch.compiler.is_compiling(),
+            all_rows=0 if listed is None else target.numel(),
+            copies=copies,
+        )
+        if shard is None:
+            way = plan(call, memory)
+        else:
+            way = way._replace(rows=shard_rows(call.resized(vocab=max(1, *shard.sizes)), memory))
+    arguments = arguments._replace(gradients=way.gradients, chunk_rows=way.rows, chunk_classes=way.classes)
     outputs = call_op(*arguments) if shard is None else sharded_loss(shard, arguments)
     if listed is not None:
         wanted = reduction == "none", asked.return_z_loss, asked.return_token_accuracy, asked.return_predicted_tokens
         wanted += asked.return_entropy, asked.return_mean_logits, asked.return_log_sum_sq
         outputs = for_all_rows(outputs, listed[0], target.numel(), *wanted)
     return outputs
-
-
-def _copies(x: Tensor, flat: Tensor, weight: Tensor, *vectors: Tensor | None) -> int:
-    """Returns the bytes of the arguments' copies: those that reshaping or the kernels' layouts require, and vectors."""
-    if torch.compiler.is_compiling():
-        return 0
-    copied = [t for t in (flat, weight) if t.dim() == 2 and (t.stride(1) != 1 or t.stride(0) < t.shape[1])]
-    if x.dim() > 2 and not x.is_contiguous():
-        copied.append(flat)  # reshape() may have copied x
-    copied += [t for t in vectors if t is not None]
-    return sum(t.numel() * t.element_size() for t in copied)
 
 
 def _normalizer(op: str, value: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:

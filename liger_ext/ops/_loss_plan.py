@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import numbers
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from liger_ext import _C
-from liger_ext.ops._checks import accumulator, condition_holds
+from liger_ext.ops._checks import REDUCTIONS, accumulator, condition_holds
 from liger_ext.ops._compile import assume_constant_result
+from liger_ext.ops._loss_arguments import TENSORS, Layout, LossArguments, matmul_dtype, wide_logits
 from liger_ext.ops._loss_devices import DEVICES, Device
 
 LEVELS = ("fast", "auto", "low", "min")
@@ -39,50 +41,68 @@ _PER_ROW, _ONCE = 64, 1 << 18  # allowances, in bytes, for allocations in Python
 
 
 class Call(NamedTuple):
-    """The facts of a call on which its plan depends.
+    """A call of the op, without data, and facts about the code around it on which the plan depends, too.
 
-    ``rows`` may be symbolic. Dtypes: ``compute`` of the matmuls; ``bias`` and ``class_weight`` of these tensors, or
-    None; ``sum`` of dweight's sum over chunks, None for the accumulator's. ``device``: from ``device_index``.
-    ``moments``: the call returns the entropy, the mean logit or the sum of squares. ``temperature``: the logits are
-    divided by temperatures or scaled. ``wide_logits``: the logits are in float32, the operands of the matmuls in 16
-    bits. ``overlays``: the gradient of the logits may be stored in the memory that becomes dweight. ``all_rows``: the
-    rows of x from which ``rows`` are gathered, or 0. ``copies``: bytes of the arguments' copies in layouts that matmuls
-    can read. ``free``: bytes beside the gradients that the call may use without raising the peak, since other code
-    needs them at another time.
+    ``arguments``: from ``LossArguments.without_data``; sizes may be symbolic. ``device``: from ``device_index``.
+    ``overlays``: the gradient of the logits may be stored in the memory that becomes dweight. ``all_rows``: the rows of
+    x from which the op's rows are gathered, or 0. ``copies``: bytes of the copies that Python makes of arguments.
+    ``free``: bytes beside the gradients that the call may use without raising the peak, since other code needs them at
+    another time.
     """
 
-    rows: int
-    hidden: int
-    vocab: int
-    compute: torch.dtype
-    x: torch.dtype
-    weight: torch.dtype
+    arguments: LossArguments
     device: int
-    bias: torch.dtype | None = None
-    class_weight: torch.dtype | None = None
-    sum: torch.dtype | None = None
-    dx: bool = True
-    dweight: bool = True
-    dbias: bool = False
-    per_row: bool = False
-    label_smoothing: bool = False
-    softcap: bool = False
-    token_scaling: bool = False
-    z_loss: bool = False
-    token_accuracy: bool = False
-    predicted_tokens: bool = False
-    moments: bool = False
-    temperature: bool = False
-    wide_logits: bool = False
     overlays: bool = True
     all_rows: int = 0
     copies: int = 0
     free: int = 0
 
     @classmethod
-    def uniform(cls, rows: int, hidden: int, vocab: int, dtype: torch.dtype, device: int, **facts: object) -> Call:
-        """Returns a call whose tensors all have the same dtype."""
-        return cls(rows, hidden, vocab, dtype, dtype, dtype, device, **facts)
+    def uniform(
+        cls,
+        rows: int,
+        hidden: int,
+        vocab: int,
+        dtype: torch.dtype,
+        device: int,
+        reduction: str = "mean",
+        **options: Any,
+    ) -> Call:
+        """Returns a call that computes dx and dweight, for x and weight of one dtype. ``options``: further arguments of
+        the op, or others in place of these. A dtype stands for a tensor."""
+        values = {"x": dtype, "weight": dtype, "target": torch.int64, "reduction": REDUCTIONS[reduction]}
+        values |= {"need_dx": True, "need_dweight": True, **options}
+        tensors = {name: Layout((), (), value) for name, value in values.items() if name in TENSORS and value}
+        return cls(LossArguments(**{**values, **tensors}).with_sizes(rows=rows, hidden=hidden, vocab=vocab), device)
+
+    def replaced(self, **arguments: object) -> Call:
+        """Returns the call with other arguments of the op."""
+        return self._replace(arguments=self.arguments._replace(**arguments))
+
+    def resized(self, **sizes: int) -> Call:
+        sizes = {"rows": self.rows, "hidden": self.hidden, "vocab": self.vocab, **sizes}
+        return self._replace(arguments=self.arguments.with_sizes(**sizes))
+
+    @property
+    def rows(self) -> int:
+        return self.arguments.x.shape[0]
+
+    @property
+    def hidden(self) -> int:
+        return self.arguments.weight.shape[1]
+
+    @property
+    def vocab(self) -> int:
+        return self.arguments.weight.shape[0]
+
+    @property
+    def compute(self) -> torch.dtype:
+        return matmul_dtype(self.arguments.x, self.arguments.weight, self.arguments.compute_dtype)
+
+    @property
+    def wide_logits(self) -> bool:
+        a = self.arguments
+        return wide_logits(a.x, a.weight, a.compute_dtype, a.logits_dtype)
 
 
 class Level(str):
@@ -197,8 +217,9 @@ def front(call: Call) -> list[Choice]:
 
 def costs(call: Call, plans: list[Plan]) -> list[Choice]:
     """Computes the memory of each plan and estimates its time."""
-    needed = max(call.rows, 1) * call.hidden * call.vocab * (1 + call.dx + call.dweight)
-    traces = _C.loss_costs(_traced(call), plans, *device(call))
+    arguments = call.arguments
+    needed = max(call.rows, 1) * call.hidden * call.vocab * (1 + arguments.need_dx + arguments.need_dweight)
+    traces = _C.loss_costs(arguments, plans, True, *device(call))
     return [
         Choice(each, _with_python(call, traced), seconds, forward + backward > needed)
         for each, (traced, seconds, forward, backward) in zip(plans, traces, strict=True)
@@ -208,25 +229,18 @@ def costs(call: Call, plans: list[Plan]) -> list[Choice]:
 def _with_python(call: Call, traced: int) -> int:
     """Returns the peak bytes of a call: those of the trace, and Python's allocations. With gathered rows Python copies
     the rows of x before the op, and their gradient into the gradient of x after it."""
-    row = call.hidden * call.x.itemsize
+    row = call.hidden * call.arguments.x.dtype.itemsize
     gathered = call.rows * row if call.all_rows else 0
-    all_rows_gradient = call.all_rows * row if call.dx else 0
+    all_rows_gradient = call.all_rows * row if call.arguments.need_dx else 0
     beside = call.copies + max(call.rows, call.all_rows) * _PER_ROW + _ONCE
     return max(traced + gathered, _results(call) + all_rows_gradient) + beside
 
 
 def _results(call: Call) -> int:
     """Returns the bytes of the gradients of rows, weight and bias."""
-    weight_bytes = call.vocab * call.hidden * call.weight.itemsize if call.dweight else 0
-    bias_bytes = call.vocab * (call.bias or accumulator(call.compute)).itemsize if call.dbias else 0
-    return weight_bytes + bias_bytes + (call.rows * call.hidden * call.x.itemsize if call.dx else 0)
-
-
-def _traced(call: Call, in_place: bool = True) -> _C.LossCall:
-    fields = call._asdict()
-    for name in ("device", "overlays", "all_rows", "copies", "free"):
-        del fields[name]
-    return _C.LossCall(*fields.values(), in_place)
+    x, weight, bias = call.arguments.x, call.arguments.weight, call.arguments.bias
+    needed = (call.arguments.need_dx, x), (call.arguments.need_dweight, weight), (call.arguments.need_dbias, bias)
+    return sum(math.prod(t.shape) * t.dtype.itemsize for need, t in needed if need)
 
 
 def candidates(call: Call) -> list[Plan]:
@@ -236,7 +250,7 @@ def candidates(call: Call) -> list[Plan]:
     # Multiples of 256 rows: cuBLAS is slower for some odd multiples of 128 (docs/measurements.md).
     row_chunks = {min(rows, -(-rows // count // 256) * 256) for count in _CHUNKS}
     plans = [in_chunks(call, chunk, vocab) for chunk in sorted(row_chunks | {min(rows, _LEAST_ROWS)})]
-    room = _C.overlaid_room(call.hidden, call.weight, call.compute) if can_overlay(call) else 0
+    room = _C.overlaid_room(call.hidden, call.arguments.weight.dtype, call.compute) if can_overlay(call) else 0
     # Wide logits exist a chunk of rows at a time even if the gradient of all logits is stored.
     chunks = sorted({min(rows, chunk) for chunk in _WIDE_CHUNKS}) if call.wide_logits else [rows]
     if call.overlays and _can_use(call, Plan(_DEFERRED, rows, vocab)):
@@ -266,15 +280,18 @@ def _can_use(call: Call, plan: Plan) -> bool:
 def can_overlay(call: Call) -> bool:
     """Whether the gradient of the logits may be stored in dweight's memory. A matmul must be able to write dweight's
     dtype."""
-    writable = call.weight.is_floating_point and call.weight in (call.compute, accumulator(call.compute))
-    return call.overlays and call.dweight and writable and call.rows * call.hidden > 0
+    weight = call.arguments.weight.dtype
+    writable = weight.is_floating_point and weight in (call.compute, accumulator(call.compute))
+    return call.overlays and call.arguments.need_dweight and writable and call.rows * call.hidden > 0
 
 
 def in_chunks(call: Call, rows: int, classes: int) -> Plan:
     # If a graph is compiled and the number of chunks is unknown, `at_once` is False: sums over chunks are correct for
     # any number.
     at_once = condition_holds(call.rows <= rows) and condition_holds(call.vocab <= classes)
-    return Plan(_gradient_strategy(call.dx, call.dweight or call.dbias, at_once, call.per_row), rows, classes)
+    dx, dweight, dbias = call.arguments.need_dx, call.arguments.need_dweight, call.arguments.need_dbias
+    per_row = call.arguments.reduction == REDUCTIONS["none"]
+    return Plan(_gradient_strategy(dx, dweight or dbias, at_once, per_row), rows, classes)
 
 
 @assume_constant_result
@@ -313,7 +330,7 @@ def head_chunk_rows(call: Call, memory: str | int | Plan) -> int:
     check_memory(memory)
     if isinstance(memory, Plan):
         return memory.rows
-    call = call._replace(dweight=False, dbias=False)
+    call = call.replaced(need_dweight=False, need_dbias=False)
     if isinstance(memory, str):
         return _C.equal_chunks(call.rows, chunk_rows(call, "low" if memory == "min" else memory))
     return _C.equal_chunks(call.rows, _rows_within(call, int(memory) - 2 * _dx_bytes(call)))
@@ -329,15 +346,15 @@ def shard_rows(call: Call, memory: str | int | Plan) -> int:
     if isinstance(memory, Plan):
         return memory.rows
     if isinstance(memory, str):
-        sharded_call = call._replace(per_row=True)
+        sharded_call = call.replaced(reduction=REDUCTIONS["none"], normalizer=None)
         at_once = memory in ("fast", "auto") and not call.wide_logits
         return chunk_rows(sharded_call, "fast" if memory == "auto" else memory, at_once)
-    taken = call.vocab * call.hidden * call.weight.itemsize if call.dweight else 0
+    taken = _results(call.replaced(need_dx=False, need_dbias=False))
     return _rows_within(call, int(memory) - taken - 3 * _dx_bytes(call))
 
 
 def _dx_bytes(call: Call) -> int:
-    return call.rows * call.hidden * call.compute.itemsize if call.dx else 0
+    return call.rows * call.hidden * call.compute.itemsize if call.arguments.need_dx else 0
 
 
 def _rows_within(call: Call, logits_bytes: int) -> int:
@@ -345,7 +362,7 @@ def _rows_within(call: Call, logits_bytes: int) -> int:
 
 
 def _row_bytes(call: Call) -> int:
-    gradient = call.dx or call.dweight or call.dbias
+    gradient = call.arguments.need_dx or call.arguments.need_dweight or call.arguments.need_dbias
     wide = call.wide_logits * torch.float32.itemsize
     return padded_vocab(call.vocab) * (wide + (call.compute.itemsize if gradient or not wide else 0))
 
@@ -359,11 +376,11 @@ def _graph_rows(call: Call, memory: str | int) -> int:
     """
     # A graph is compiled for the sizes of the head: len(range(n)) has torch.compile specialise a symbolic n.
     hidden, vocab = len(range(call.hidden)), len(range(call.vocab))
-    some = call._replace(rows=_GRAPH_ROWS, hidden=hidden, vocab=vocab, all_rows=0, copies=0, overlays=False)
+    some = call.arguments.with_sizes(rows=_GRAPH_ROWS, hidden=hidden, vocab=vocab)
     if isinstance(memory, str):
-        return _level_in_graph(memory, *some)
-    call_bytes, row_bytes = _bytes_in_graph(*some)
-    gathered = call.all_rows * call.hidden * 2 * call.x.itemsize
+        return _level_in_graph(memory, call.device, *some)
+    call_bytes, row_bytes = _bytes_in_graph(call.device, *some)
+    gathered = call.all_rows * call.hidden * 2 * call.arguments.x.dtype.itemsize
     others = call_bytes + call.rows * (row_bytes + _PER_ROW) + gathered + _ONCE
     least = others + _LEAST_ROWS * _row_bytes(call)
     if condition_holds(memory < least):
@@ -375,24 +392,24 @@ def _graph_rows(call: Call, memory: str | int) -> int:
 
 
 @assume_constant_result
-def _level_in_graph(level: str, *call: object) -> int:
-    return chunk_rows(Call(*call), level, at_once=False)
+def _level_in_graph(level: str, device: int, *arguments: object) -> int:
+    return chunk_rows(Call(LossArguments(*arguments), device), level, at_once=False)
 
 
 @assume_constant_result
-def _bytes_in_graph(*call: object) -> tuple[int, int]:
+def _bytes_in_graph(device_index: int, *arguments: object) -> tuple[int, int]:
     """Returns the bytes of a graph's call in chunks of 128 rows: those that do not depend on the rows, without the
     logits of a chunk; and those of each row."""
-    facts = Call(*call)
-    plan = in_chunks(facts, _LEAST_ROWS, facts.vocab)
+    call = Call(LossArguments(*arguments), device_index, overlays=False)
+    plan = in_chunks(call, _LEAST_ROWS, call.vocab)
 
     def traced(rows: int) -> int:
-        return _C.loss_costs(_traced(facts._replace(rows=rows), in_place=False), [plan], *device(facts))[0][0]
+        return _C.loss_costs(call.resized(rows=rows).arguments, [plan], False, *device(call))[0][0]
 
     # The peak is the maximum of several sums that are linear in the rows. It is convex, so the bytes of a row are
     # largest at many rows.
-    row_bytes = -(-(traced(2 * facts.rows) - traced(facts.rows)) // facts.rows)
-    return traced(_LEAST_ROWS) - _LEAST_ROWS * _row_bytes(facts), row_bytes
+    row_bytes = -(-(traced(2 * call.rows) - traced(call.rows)) // call.rows)
+    return traced(_LEAST_ROWS) - _LEAST_ROWS * _row_bytes(call), row_bytes
 
 
 def padded_vocab(vocab_size: int) -> int:

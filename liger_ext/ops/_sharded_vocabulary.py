@@ -23,16 +23,14 @@ from liger_ext import _C
 from liger_ext.ops._checks import REDUCTIONS, accumulator, require, shape_text
 from liger_ext.ops._compile import disabled_in_graphs, flop_formula
 from liger_ext.ops._fused_linear_op import (
-    OPTIONS,
     RESULTS,
-    LossArguments,
     combine_gradients,
     fake_loss_results,
     is_private,
     recomputed_rows,
     scale_gradient,
-    wide_logits,
 )
+from liger_ext.ops._loss_arguments import OPTIONS, LossArguments, wide_logits
 from liger_ext.ops._loss_plan import padded_vocab
 from liger_ext.ops._register import register_without_derivative
 from liger_ext.ops._schema import called_by_name, selector

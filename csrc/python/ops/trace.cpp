@@ -10,29 +10,60 @@ namespace {
 
 using launch::DeviceProfile;
 using launch::Rates;
-using trace::LossCall;
+using trace::Argument;
 using trace::LossPlan;
 using trace::Recorder;
 using PlanFields = std::tuple<int64_t, int64_t, int64_t>;
 
 LossPlan loss_plan(const PlanFields& fields) { return {launch::Gradients(std::get<0>(fields)), std::get<1>(fields), std::get<2>(fields)}; }
 
-std::vector<std::tuple<int64_t, double, int64_t, int64_t>> costs(const LossCall& call, const std::vector<PlanFields>& plans,
-                                                                 const DeviceProfile* gpu, const Rates& rates) {
-  std::vector<std::tuple<int64_t, double, int64_t, int64_t>> all;
-  for (const PlanFields& plan : plans) {
-    Recorder recorder(gpu, rates, false);
-    const int64_t forward = trace_fused_loss(call, loss_plan(plan), recorder).multiplications;
-    all.emplace_back(recorder.peak, recorder.seconds, forward, recorder.multiplications - forward);
+// Throws std::invalid_argument for a dtype that no argument of the op may have.
+trace::ScalarType traced_type(const py::handle& dtype) {
+  const ScalarType type(py::reinterpret_borrow<py::object>(dtype));
+  if (type == ScalarType::Long) return trace::ScalarType::Long;
+  const std::optional<Dtype> known = kernel_dtype(type);
+  require(known.has_value(), "the op has no kernels for ", type.name);
+  return trace::scalar_type(*known);
+}
+
+// The arguments of the op, each None, a bool, an int, a float, a dtype, or a tensor's (shape, strides, dtype).
+std::vector<Argument> traced_arguments(const py::tuple& values) {
+  std::vector<Argument> all;
+  for (const py::handle value : values) {
+    if (value.is_none()) all.emplace_back();
+    else if (py::isinstance<py::bool_>(value)) all.emplace_back(value.cast<bool>());
+    else if (py::isinstance<py::int_>(value)) all.emplace_back(value.cast<int64_t>());
+    else if (py::isinstance<py::float_>(value)) all.emplace_back(value.cast<double>());
+    else if (py::isinstance<py::tuple>(value)) {
+      const auto [shape, strides, dtype] = value.cast<std::tuple<std::vector<int64_t>, std::vector<int64_t>, py::object>>();
+      all.emplace_back(trace::Layout{shape, strides, traced_type(dtype)});
+    } else all.emplace_back(traced_type(value));
+  }
+  return all;
+}
+
+using Costs = std::tuple<int64_t, double, int64_t, int64_t>;
+std::vector<Costs> costs(const py::tuple& arguments, const std::vector<PlanFields>& plans, bool in_place, const DeviceProfile* gpu,
+                         const Rates& rates) {
+  std::vector<Costs> all;
+  try {
+    const std::vector<Argument> traced = traced_arguments(arguments);
+    for (const PlanFields& plan : plans) {
+      Recorder recorder(gpu, rates, false);
+      const int64_t forward = trace_fused_loss(traced, loss_plan(plan), in_place, recorder).multiplications;
+      all.emplace_back(recorder.peak, recorder.seconds, forward, recorder.multiplications - forward);
+    }
+  } catch (const std::invalid_argument&) {  // the op raises this error with any plan
+    all.assign(plans.size(), Costs());
   }
   return all;
 }
 
 using MatmulFields = std::tuple<int64_t, int64_t, int64_t, bool, int64_t>;
-std::pair<std::vector<MatmulFields>, std::vector<std::pair<std::string, int64_t>>> lists(const LossCall& call, const PlanFields& plan,
+std::pair<std::vector<MatmulFields>, std::vector<std::pair<std::string, int64_t>>> lists(const py::tuple& arguments, const PlanFields& plan,
                                                                                          const DeviceProfile* gpu, const Rates& rates) {
   Recorder recorder(gpu, rates, true);
-  trace_fused_loss(call, loss_plan(plan), recorder);
+  trace_fused_loss(traced_arguments(arguments), loss_plan(plan), true, recorder);
   std::vector<MatmulFields> matmuls;
   for (const auto& one : recorder.matmuls) matmuls.emplace_back(one.m, one.n, one.k, one.accumulates, one.times);
   std::vector<std::pair<std::string, int64_t>> kernels;
@@ -56,45 +87,10 @@ const OpBindings trace_bindings([](py::module_& m, py::module_&) {
   m.def("nearest_reference", &launch::nearest_reference, py::arg("gpu"), "The reference GPU whose data sheet gives a GPU's rates.");
   m.def("matmul_seconds", &trace::matmul_seconds, py::arg("rates"), py::arg("m"), py::arg("n"), py::arg("k"), py::arg("operand_bytes"),
         py::arg("result_bytes"), py::arg("accumulates"), "The estimated time of a matmul (csrc/trace/cost.h).");
-  py::class_<LossCall>(m, "LossCall", "The properties of a fused loss call that its plan depends on (csrc/trace/fused_loss.h).")
-      .def(py::init([](int64_t rows, int64_t hidden, int64_t vocab, const ScalarType& compute, const ScalarType& x,
-                       const ScalarType& weight, const std::optional<ScalarType>& bias, const std::optional<ScalarType>& class_weight,
-                       const std::optional<ScalarType>& sum, bool dx, bool dweight, bool dbias, bool per_row, bool label_smoothing,
-                       bool softcap, bool token_scaling, bool z_loss, bool token_accuracy, bool predicted_tokens, bool moments,
-                       bool temperature, bool wide_logits, bool in_place) {
-        // For a dtype that no kernel supports, the op raises an error with any plan.
-        const auto known = [](const ScalarType& type) { return kernel_dtype(type).value_or(Dtype::f32); };
-        const auto optional_dtype = [](const std::optional<ScalarType>& type) {
-          return type ? kernel_dtype(*type) : std::optional<Dtype>();
-        };
-        return LossCall{rows,
-                        hidden,
-                        vocab,
-                        known(compute),
-                        known(x),
-                        known(weight),
-                        optional_dtype(bias),
-                        optional_dtype(class_weight),
-                        optional_dtype(sum),
-                        dx,
-                        dweight,
-                        dbias,
-                        per_row,
-                        label_smoothing,
-                        softcap,
-                        token_scaling,
-                        z_loss,
-                        token_accuracy,
-                        predicted_tokens,
-                        moments,
-                        temperature,
-                        wide_logits,
-                        in_place};
-      }));
-  m.def("loss_costs", &costs, py::arg("call"), py::arg("plans"), py::arg("gpu").none(true), py::arg("rates"),
+  m.def("loss_costs", &costs, py::arg("arguments"), py::arg("plans"), py::arg("in_place"), py::arg("gpu").none(true), py::arg("rates"),
         "For each plan (gradients, rows, classes): peak bytes beside the arguments, estimated seconds, and the multiplications of the "
-        "matmuls of the forward and of the backward.");
-  m.def("loss_trace", &lists, py::arg("call"), py::arg("plan"), py::arg("gpu").none(true), py::arg("rates"),
+        "matmuls of the forward and of the backward; zeros for a call that the op refuses.");
+  m.def("loss_trace", &lists, py::arg("arguments"), py::arg("plan"), py::arg("gpu").none(true), py::arg("rates"),
         "The work of a plan, in order: matmuls (m, n, k, whether it accumulates, count), and kernels with their counts.");
 });
 
