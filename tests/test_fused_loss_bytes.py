@@ -162,6 +162,19 @@ def test_fewer_bytes_than_it_can_do_with(device):
         fused_loss(made, least - 1)
 
 
+@pytest.mark.parametrize("option", ["label_smoothing", "lse_square_scale", "softcap", "temperature"])
+def test_an_annealed_option_is_planned_once(option):
+    """Values of a float option share a plan, apart from the default, with which the op does less work."""
+    x, weight, target = torch.ones(3, 16), torch.ones(len(option) + 50, 16), torch.zeros(3, dtype=torch.int64)
+    loss = F.linear_log_probs if option == "temperature" else F.fused_linear_cross_entropy
+    before = choose.cache_info().misses
+    for value in (0.1, 0.2, 0.3):
+        loss(x, weight, target, **{option: value})
+    assert choose.cache_info().misses == before + 1
+    loss(x, weight, target)
+    assert choose.cache_info().misses == before + 2
+
+
 def test_a_trace_lists_what_a_plan_does():
     """The trace lists the matmuls of a plan's chunks, of which all but the first accumulate into dweight; equal chunks
     are one entry with a count."""

@@ -20,7 +20,7 @@ import torch
 from liger_ext import _C
 from liger_ext.ops._checks import REDUCTIONS, accumulator, condition_holds
 from liger_ext.ops._compile import assume_constant_result
-from liger_ext.ops._loss_arguments import TENSORS, Layout, LossArguments, matmul_dtype, wide_logits
+from liger_ext.ops._loss_arguments import LossArguments, matmul_dtype, wide_logits
 from liger_ext.ops._loss_devices import DEVICES, Device
 
 LEVELS = ("fast", "auto", "low", "min")
@@ -72,8 +72,7 @@ class Call(NamedTuple):
         the op, or others in place of these. A dtype stands for a tensor."""
         values = {"x": dtype, "weight": dtype, "target": torch.int64, "reduction": REDUCTIONS[reduction]}
         values |= {"need_dx": True, "need_dweight": True, **options}
-        tensors = {name: Layout((), (), value) for name, value in values.items() if name in TENSORS and value}
-        return cls(LossArguments(**{**values, **tensors}).with_sizes(rows=rows, hidden=hidden, vocab=vocab), device)
+        return cls(LossArguments(**values).with_sizes(rows=rows, hidden=hidden, vocab=vocab), device)
 
     def replaced(self, **arguments: object) -> Call:
         """Returns the call with other arguments of the op."""
@@ -376,10 +375,11 @@ def _graph_rows(call: Call, memory: str | int) -> int:
     """
     # A graph is compiled for the sizes of the head: len(range(n)) has torch.compile specialise a symbolic n.
     hidden, vocab = len(range(call.hidden)), len(range(call.vocab))
-    some = call.arguments.with_sizes(rows=_GRAPH_ROWS, hidden=hidden, vocab=vocab)
+    # torch.compile takes no layout as a constant.
+    dtypes = [getattr(argument, "dtype", argument) for argument in call.arguments]
     if isinstance(memory, str):
-        return _level_in_graph(memory, call.device, *some)
-    call_bytes, row_bytes = _bytes_in_graph(call.device, *some)
+        return _level_in_graph(memory, call.device, hidden, vocab, *dtypes)
+    call_bytes, row_bytes = _bytes_in_graph(call.device, hidden, vocab, *dtypes)
     gathered = call.all_rows * call.hidden * 2 * call.arguments.x.dtype.itemsize
     others = call_bytes + call.rows * (row_bytes + _PER_ROW) + gathered + _ONCE
     least = others + _LEAST_ROWS * _row_bytes(call)
@@ -391,16 +391,21 @@ def _graph_rows(call: Call, memory: str | int) -> int:
     return _rows_within(call, memory - others)
 
 
-@assume_constant_result
-def _level_in_graph(level: str, device: int, *arguments: object) -> int:
-    return chunk_rows(Call(LossArguments(*arguments), device), level, at_once=False)
+def _call_in_graph(device: int, hidden: int, vocab: int, *arguments: Any) -> Call:
+    sizes = {"rows": _GRAPH_ROWS, "hidden": hidden, "vocab": vocab}
+    return Call(LossArguments(*arguments).with_sizes(**sizes), device, overlays=False)
 
 
 @assume_constant_result
-def _bytes_in_graph(device_index: int, *arguments: object) -> tuple[int, int]:
+def _level_in_graph(level: str, *call: Any) -> int:
+    return chunk_rows(_call_in_graph(*call), level, at_once=False)
+
+
+@assume_constant_result
+def _bytes_in_graph(*constants: Any) -> tuple[int, int]:
     """Returns the bytes of a graph's call in chunks of 128 rows: those that do not depend on the rows, without the
     logits of a chunk; and those of each row."""
-    call = Call(LossArguments(*arguments), device_index, overlays=False)
+    call = _call_in_graph(*constants)
     plan = in_chunks(call, _LEAST_ROWS, call.vocab)
 
     def traced(rows: int) -> int:
