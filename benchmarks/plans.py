@@ -19,8 +19,9 @@ import liger_ext.functional as LF
 from liger_ext import _C
 from liger_ext._loss_report import matmul_seconds
 from liger_ext._timing import Timing, failure_text
+from liger_ext.ops._loss_arguments import Call
 from liger_ext.ops._loss_devices import device_index
-from liger_ext.ops._loss_plan import LEVELS, Call, Choice, choose, front
+from liger_ext.ops._loss_plan import LEVELS, Choice, choose, front
 
 from . import flce, suite
 from .timing import free_at_once, peak_mib, time_cpu

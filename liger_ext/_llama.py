@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import torch
 
 from . import _C
+from .ops._loss_arguments import Call
 from .ops._loss_devices import profile_index
-from .ops._loss_plan import LEVELS, Call, choose
+from .ops._loss_plan import LEVELS, choose
 from .records import RECORDS
 
 TOKENS, HIDDEN, MLP, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 8192, 4096, 14_336, 32, 8, 128, 128_256

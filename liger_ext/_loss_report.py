@@ -10,8 +10,9 @@ import math
 from typing import Any
 
 from . import _C
+from .ops._loss_arguments import Call
 from .ops._loss_devices import profile_index
-from .ops._loss_plan import LEVELS, Call, Choice, choose, device, front
+from .ops._loss_plan import LEVELS, Choice, choose, device, front
 from .tune import DTYPES
 
 REDUCTIONS = ("mean", "sum", "none")  # a sum takes as much time and memory as a mean

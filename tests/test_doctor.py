@@ -14,8 +14,9 @@ from cases import python
 
 import liger_ext
 from liger_ext import _C, _devices, _fit, _llama, _load, _loss_report, doctor, functional
+from liger_ext.ops._loss_arguments import Call
 from liger_ext.ops._loss_devices import profile_index
-from liger_ext.ops._loss_plan import Call, Choice, Plan, choose
+from liger_ext.ops._loss_plan import Choice, Plan, choose
 
 
 @pytest.fixture

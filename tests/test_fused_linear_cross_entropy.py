@@ -14,9 +14,9 @@ from test_cross_entropy import draw_target, draw_weight, loss_options
 from liger_ext import _C
 from liger_ext import functional as F
 from liger_ext.ops._checks import REDUCTIONS
-from liger_ext.ops._loss_arguments import LossArguments
+from liger_ext.ops._loss_arguments import Call, LossArguments
 from liger_ext.ops._loss_devices import device_index
-from liger_ext.ops._loss_plan import SMALLEST, Call, Plan, plan
+from liger_ext.ops._loss_plan import SMALLEST, Plan, plan
 from liger_ext.testing import judge
 
 # values of `memory`: one chunk; chunks of 128 rows

@@ -15,9 +15,9 @@ from torch.utils.flop_counter import flop_registry
 from liger_ext import _C
 from liger_ext import functional as F
 from liger_ext.ops import _fused_loss, _loss_devices, _loss_plan
-from liger_ext.ops._loss_arguments import Layout
+from liger_ext.ops._loss_arguments import Call, Layout
 from liger_ext.ops._loss_devices import profile_index
-from liger_ext.ops._loss_plan import LEVELS, SMALLEST, Call, choose, front
+from liger_ext.ops._loss_plan import LEVELS, SMALLEST, choose, front
 from liger_ext.ops._schema import argument_names
 
 GPUS = [profile_index(profile) for profile in _C.profiles()]

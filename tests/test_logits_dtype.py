@@ -17,8 +17,8 @@ from test_linear_log_probs import BOUNDS, EVERYTHING, arguments, doubles, judge,
 from liger_ext import _C
 from liger_ext import functional as F
 from liger_ext.ops import _fused_linear_op, _fused_loss, _loss_devices, _loss_plan
-from liger_ext.ops._loss_arguments import LossArguments
-from liger_ext.ops._loss_plan import LEVELS, SMALLEST, Call, Plan
+from liger_ext.ops._loss_arguments import Call, LossArguments
+from liger_ext.ops._loss_plan import LEVELS, SMALLEST, Plan
 
 DEFERRED, RECOMPUTED, OVERLAID = map(int, (_C.Gradients.deferred, _C.Gradients.recomputed, _C.Gradients.overlaid))
 LOW = [torch.bfloat16, torch.float16]

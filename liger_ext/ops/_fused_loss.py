@@ -25,9 +25,9 @@ from liger_ext.ops._checks import (
     shape_text,
 )
 from liger_ext.ops._fused_linear_op import autocast_dtype, call_op
-from liger_ext.ops._loss_arguments import LossArguments
+from liger_ext.ops._loss_arguments import Call, LossArguments
 from liger_ext.ops._loss_devices import device_index
-from liger_ext.ops._loss_plan import Call, Plan, plan, shard_rows
+from liger_ext.ops._loss_plan import Plan, plan, shard_rows
 from liger_ext.ops._sharded_vocabulary import is_dtensor, local_tensors, sharded_loss
 from liger_ext.ops.count_rows import CountedRows, for_all_rows, gather, listed_rows
 from liger_ext.ops.cross_entropy import class_weight

@@ -1,4 +1,7 @@
-"""The arguments of the fused loss's op: by name, and without data, as ``_loss_plan.py`` and the trace read them."""
+"""The arguments of the fused loss's op by name, and a call of the op without data.
+
+The trace (csrc/trace) runs the op on the arguments of such a call, and ``_loss_plan.py`` chooses the call's plan.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_ext import _C
-from liger_ext.ops._checks import condition_holds
+from liger_ext.ops._checks import REDUCTIONS, condition_holds
 from liger_ext.ops._compile import assume_constant_result
 from liger_ext.ops._schema import argument_names
 
@@ -19,15 +22,15 @@ NAMES = argument_names(_op)
 _Fields: Any = namedtuple("_Fields", NAMES, defaults=[_C.loss_defaults[n] for n in NAMES if n in _C.loss_defaults])
 
 
-def _of_type(type_name: str) -> list[str]:
+def _names_by_type(type_name: str) -> list[str]:
     return [argument.name for argument in _op._schema.arguments if type_name in str(argument.type)]
 
 
-TENSORS = _of_type("Tensor")
+TENSORS = _names_by_type("Tensor")
 OPTIONS = [name for name in NAMES if name not in TENSORS]
 select_options = operator.itemgetter(*OPTIONS)
 
-_FLOATS = _of_type("float")
+_FLOATS = _names_by_type("float")
 # The op gives these shapes to its tensors.
 _SHAPES = {"x": ("rows", "hidden"), "weight": ("vocab", "hidden"), "target": ("rows",), "bias": ("vocab",)}
 _SHAPES |= {"ce_weight": ("vocab",), "normalizer": (), "temperature": ("rows",)}
@@ -87,3 +90,67 @@ class LossArguments(_Fields):
                 strides = (*shape[1:], 1)[: len(shape)]
                 found[name] = Layout(shape, strides, getattr(tensor, "dtype", tensor))
         return self._replace(**found)
+
+
+class Call(NamedTuple):
+    """A call of the op, without data, and facts about the code around it on which the plan depends, too.
+
+    ``arguments``: from ``LossArguments.without_data``; sizes may be symbolic. ``device``: from ``device_index``.
+    ``overlays``: the gradient of the logits may be stored in the memory that becomes dweight. ``all_rows``: the rows of
+    x from which the op's rows are gathered, or 0. ``copies``: bytes of the copies that Python makes of arguments.
+    ``free``: bytes beside the gradients that the call may use without raising the peak, since other code needs them at
+    another time.
+    """
+
+    arguments: LossArguments
+    device: int
+    overlays: bool = True
+    all_rows: int = 0
+    copies: int = 0
+    free: int = 0
+
+    @classmethod
+    def uniform(
+        cls,
+        rows: int,
+        hidden: int,
+        vocab: int,
+        dtype: torch.dtype,
+        device: int,
+        reduction: str = "mean",
+        **options: Any,
+    ) -> Call:
+        """Returns a call that computes dx and dweight, for x and weight of one dtype. ``options``: further arguments of
+        the op, or others in place of these. A dtype stands for a tensor."""
+        values = {"x": dtype, "weight": dtype, "target": torch.int64, "reduction": REDUCTIONS[reduction]}
+        values |= {"need_dx": True, "need_dweight": True, **options}
+        return cls(LossArguments(**values).with_sizes(rows=rows, hidden=hidden, vocab=vocab), device)
+
+    def replaced(self, **arguments: object) -> Call:
+        """Returns the call with other arguments of the op."""
+        return self._replace(arguments=self.arguments._replace(**arguments))
+
+    def resized(self, **sizes: int) -> Call:
+        sizes = {"rows": self.rows, "hidden": self.hidden, "vocab": self.vocab, **sizes}
+        return self._replace(arguments=self.arguments.with_sizes(**sizes))
+
+    @property
+    def rows(self) -> int:
+        return self.arguments.x.shape[0]
+
+    @property
+    def hidden(self) -> int:
+        return self.arguments.weight.shape[1]
+
+    @property
+    def vocab(self) -> int:
+        return self.arguments.weight.shape[0]
+
+    @property
+    def compute(self) -> torch.dtype:
+        return matmul_dtype(self.arguments.x, self.arguments.weight, self.arguments.compute_dtype)
+
+    @property
+    def wide_logits(self) -> bool:
+        a = self.arguments
+        return wide_logits(a.x, a.weight, a.compute_dtype, a.logits_dtype)

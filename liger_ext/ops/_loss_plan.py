@@ -20,7 +20,7 @@ import torch
 from liger_ext import _C
 from liger_ext.ops._checks import REDUCTIONS, accumulator, condition_holds
 from liger_ext.ops._compile import assume_constant_result
-from liger_ext.ops._loss_arguments import LossArguments, matmul_dtype, wide_logits
+from liger_ext.ops._loss_arguments import Call, LossArguments
 from liger_ext.ops._loss_devices import DEVICES, Device
 
 LEVELS = ("fast", "auto", "low", "min")
@@ -38,70 +38,6 @@ _CHUNK_BYTES = 64 << 20  # the least bytes of logits for chunk_rows: smaller chu
 _GPU_SHARE = 8  # the levels except "min" take at most 1/8 of a GPU's memory beside the gradients, if a plan fits
 _ROW_MULTIPLE = _C.padded_vocab(1)
 _PER_ROW, _ONCE = 64, 1 << 18  # allowances, in bytes, for allocations in Python: targets, a mask, results of all rows
-
-
-class Call(NamedTuple):
-    """A call of the op, without data, and facts about the code around it on which the plan depends, too.
-
-    ``arguments``: from ``LossArguments.without_data``; sizes may be symbolic. ``device``: from ``device_index``.
-    ``overlays``: the gradient of the logits may be stored in the memory that becomes dweight. ``all_rows``: the rows of
-    x from which the op's rows are gathered, or 0. ``copies``: bytes of the copies that Python makes of arguments.
-    ``free``: bytes beside the gradients that the call may use without raising the peak, since other code needs them at
-    another time.
-    """
-
-    arguments: LossArguments
-    device: int
-    overlays: bool = True
-    all_rows: int = 0
-    copies: int = 0
-    free: int = 0
-
-    @classmethod
-    def uniform(
-        cls,
-        rows: int,
-        hidden: int,
-        vocab: int,
-        dtype: torch.dtype,
-        device: int,
-        reduction: str = "mean",
-        **options: Any,
-    ) -> Call:
-        """Returns a call that computes dx and dweight, for x and weight of one dtype. ``options``: further arguments of
-        the op, or others in place of these. A dtype stands for a tensor."""
-        values = {"x": dtype, "weight": dtype, "target": torch.int64, "reduction": REDUCTIONS[reduction]}
-        values |= {"need_dx": True, "need_dweight": True, **options}
-        return cls(LossArguments(**values).with_sizes(rows=rows, hidden=hidden, vocab=vocab), device)
-
-    def replaced(self, **arguments: object) -> Call:
-        """Returns the call with other arguments of the op."""
-        return self._replace(arguments=self.arguments._replace(**arguments))
-
-    def resized(self, **sizes: int) -> Call:
-        sizes = {"rows": self.rows, "hidden": self.hidden, "vocab": self.vocab, **sizes}
-        return self._replace(arguments=self.arguments.with_sizes(**sizes))
-
-    @property
-    def rows(self) -> int:
-        return self.arguments.x.shape[0]
-
-    @property
-    def hidden(self) -> int:
-        return self.arguments.weight.shape[1]
-
-    @property
-    def vocab(self) -> int:
-        return self.arguments.weight.shape[0]
-
-    @property
-    def compute(self) -> torch.dtype:
-        return matmul_dtype(self.arguments.x, self.arguments.weight, self.arguments.compute_dtype)
-
-    @property
-    def wide_logits(self) -> bool:
-        a = self.arguments
-        return wide_logits(a.x, a.weight, a.compute_dtype, a.logits_dtype)
 
 
 class Level(str):

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from liger_ext import _C
 from liger_ext.ops._checks import accumulator
+from liger_ext.ops._loss_arguments import Call
 from liger_ext.ops._loss_devices import profile_index
-from liger_ext.ops._loss_plan import Call, chunk_rows, plan
+from liger_ext.ops._loss_plan import chunk_rows, plan
 from liger_ext.records._record import InputFactory, Record, Roundings, Size
 from liger_ext.records._sizes import Tensors, stored_steps
 from liger_ext.records.cross_entropy import (

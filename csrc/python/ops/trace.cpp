@@ -2,6 +2,7 @@
 // plan's matmuls and kernel launches.
 #include "trace/fused_loss.h"
 
+#include "kernels/errors.h"
 #include "python/ops.h"
 #include "trace/cost.h"
 

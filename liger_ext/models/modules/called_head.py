@@ -15,8 +15,9 @@ from liger_ext import functional
 from liger_ext.functional import CrossEntropyOutput
 from liger_ext.models.patching.calls import is_called_bare
 from liger_ext.ops._checks import accumulator
+from liger_ext.ops._loss_arguments import Call
 from liger_ext.ops._loss_devices import device_index
-from liger_ext.ops._loss_plan import Call, head_chunk_rows
+from liger_ext.ops._loss_plan import head_chunk_rows
 
 # The folders of PEFT's adapters that process each row of hidden states independently. Other adapters get all rows: Lily
 # averages the rows of a call, and Poly needs the rows of a sequence together.
