@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from liger_ext import _C
 from liger_ext import functional as F
 from liger_ext.ops import _fused_loss, _loss_devices, _loss_plan
+from liger_ext.ops._fused_linear_op import RESULTS
 from liger_ext.ops._loss_arguments import Call, Layout
 from liger_ext.ops._loss_devices import profile_index
 from liger_ext.ops._loss_plan import LEVELS, SMALLEST, choose, front
@@ -23,51 +24,30 @@ from liger_ext.ops._schema import argument_names
 GPUS = [profile_index(profile) for profile in _C.profiles()]
 CPU = _loss_devices.device_index(torch.device("cpu"))
 float_dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+REDUCTIONS = st.sampled_from(["mean", "none"])
+SIZES = {"rows": (400, 1, 200_000), "hidden": (300, 256, 8192), "vocab": (3000, 1, 270_000)}
+OPTIONS = {"bias": torch.float16, "ce_weight": torch.float32, "normalizer": torch.float32, "label_smoothing": 0.1}
+OPTIONS |= {"lse_square_scale": 1e-4, "return_z_loss": True, "use_token_scaling": True, "logits_dtype": torch.float32}
 
 
-def drawn_call(rows, hidden, vocab, compute, x, weight, device, reduction, around, **options):
-    if options["use_token_scaling"]:
-        options["logits_dtype"] = None
-    call = Call.uniform(rows, hidden, vocab, x, device, reduction, weight=weight, compute_dtype=compute, **options)
-    return call._replace(**around)
-
-
-any_calls = st.builds(
-    drawn_call,
-    rows=st.one_of(st.integers(1, 400), st.integers(1, 200_000)),
-    hidden=st.one_of(st.integers(1, 300), st.integers(256, 8192)),
-    vocab=st.one_of(st.integers(1, 3000), st.integers(1, 270_000)),
-    compute=float_dtypes,
-    x=float_dtypes,
-    weight=float_dtypes,
-    device=st.sampled_from([*GPUS, CPU]),
-    reduction=st.sampled_from(["mean", "none"]),
-    around=st.fixed_dictionaries(
-        {
-            "overlays": st.booleans(),
-            "all_rows": st.sampled_from([0, 250_000]),
-            "copies": st.sampled_from([0, 1_000_000]),
-            "free": st.sampled_from([0, 100 << 20, 4 << 30]),
-        }
-    ),
-    bias=st.sampled_from([None, torch.float16]),
-    ce_weight=st.sampled_from([None, torch.float32]),
-    normalizer=st.sampled_from([None, torch.float32]),
-    need_dx=st.booleans(),
-    need_dweight=st.booleans(),
-    label_smoothing=st.sampled_from([0.0, 0.1]),
-    use_token_scaling=st.booleans(),
-    logits_dtype=st.sampled_from([None, torch.float32]),
-    lse_square_scale=st.sampled_from([0.0, 1e-4]),
-    return_z_loss=st.booleans(),
-)
+@st.composite
+def any_calls(draw):
+    sizes = {n: draw(st.integers(1, few) | st.integers(least, most)) for n, (few, least, most) in SIZES.items()}
+    options = {name: value for name, value in OPTIONS.items() if draw(st.booleans())}
+    if "use_token_scaling" in options:  # needs logits_dtype None
+        options.pop("logits_dtype", None)
+    options |= {name: draw(st.booleans()) for name in ("need_dx", "need_dweight")}
+    options |= {name: draw(float_dtypes) for name in ("dtype", "weight", "compute_dtype")}
+    call = Call.uniform(**sizes, **options, device=draw(st.sampled_from([*GPUS, CPU])), reduction=draw(REDUCTIONS))
+    facts = {"all_rows": (0, 250_000), "copies": (0, 1_000_000), "free": (0, 100 << 20, 4 << 30)}
+    return call._replace(overlays=draw(st.booleans()), **{n: draw(st.sampled_from(v)) for n, v in facts.items()})
 
 
 # Choice of a plan ---------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=300)
-@given(call=any_calls, budgets=st.lists(st.floats(1, 30), min_size=1, max_size=6))
+@given(call=any_calls(), budgets=st.lists(st.floats(1, 30), min_size=1, max_size=6))
 def test_what_levels_and_budgets_choose(call, budgets):
     """No level is both slower and larger than another level or a budget. More memory never takes more time. Budgets are
     kept. Each level selects the plan with the least memory within its share of the least time."""
@@ -101,7 +81,7 @@ def test_what_levels_and_budgets_choose(call, budgets):
 
 
 @settings(max_examples=100)
-@given(call=any_calls)
+@given(call=any_calls())
 def test_the_front_is_that_of_all_candidates(call):
     """The front contains the best of all candidates, and a plan's bytes do not depend on the other candidates."""
     found = front(call)
@@ -113,7 +93,7 @@ def test_the_front_is_that_of_all_candidates(call):
 
 
 @settings(max_examples=200)
-@given(call=any_calls, drawn=st.randoms())
+@given(call=any_calls(), drawn=st.randoms())
 def test_flop_formulas_count_the_multiplications_of_the_trace(call, drawn):
     """The formulas of the forward and of the backward count, each, the multiplications of the code that a plan runs."""
     plan = drawn.choice(_loss_plan.candidates(call))
@@ -123,6 +103,8 @@ def test_flop_formulas_count_the_multiplications_of_the_trace(call, drawn):
         name: torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Layout) else value
         for name, value in called._asdict().items()
     }
+    results = torch.ops.liger_ext.fused_linear_cross_entropy(*values.values())
+    values |= dict(zip(RESULTS, results, strict=True))
     for name, multiplications in zip(("", "_backward"), traced, strict=True):
         formula = flop_registry[getattr(torch.ops.liger_ext, f"fused_linear_cross_entropy{name}")]
         names = argument_names(getattr(torch.ops.liger_ext, f"fused_linear_cross_entropy{name}").default)

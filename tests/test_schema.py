@@ -7,7 +7,7 @@ import torch
 
 from liger_ext import _C
 from liger_ext.functional import cross_entropy, fused_linear_cross_entropy, linear_log_probs
-from liger_ext.ops._schema import argument_names, called_by_name, with_names
+from liger_ext.ops._schema import argument_names, with_names
 
 _OP = torch.ops.liger_ext.rms_norm.default
 
@@ -15,19 +15,6 @@ _OP = torch.ops.liger_ext.rms_norm.default
 def test_a_parameter_that_the_schema_lacks():
     with pytest.raises(TypeError, match="the schema has no 'epsilon'; it has x, weight, eps"):
         with_names(lambda x, epsilon: None, argument_names(_OP))
-
-
-def test_values_by_name():
-    names = argument_names(_OP)
-    assert with_names(lambda offset, x: (offset, x), names)("xwefc") == ("f", "x")
-    assert with_names(lambda eps: eps, names)("xwefc") == "e"
-    assert with_names(lambda ctx, values: (ctx, values), names, 1)("xwefc", "ctx") == (
-        "ctx",
-        dict(zip(names, "xwefc", strict=True)),
-    )
-    x = torch.randn(2, 3)
-    y, _ = called_by_name(_OP)({"weight": None, "x": x, "offset": 0.0, "casting_mode": 0, "eps": 0.0, "other": 1})
-    torch.testing.assert_close(y, x * x.square().mean(-1, keepdim=True).rsqrt())
 
 
 @pytest.mark.parametrize("function", [cross_entropy, fused_linear_cross_entropy, linear_log_probs])

@@ -47,9 +47,9 @@ ForwardWork trace_fused_loss(std::span<const Argument> arguments, const LossPlan
   FusedLoss args = NamedArguments<&check_fused_linear_cross_entropy, schemas::fused_linear_cross_entropy>::collect(
       [&](size_t index, auto& member) { store(arguments[index], member, recorder); });
   recorder.counts = true;
-  args.gradients = int64_t(plan.gradients);
-  args.chunk_rows = plan.rows;
-  args.chunk_classes = plan.classes;
+  args.gradients = plan[0];
+  args.chunk_rows = plan[1];
+  args.chunk_classes = plan[2];
   return trace_fused_loss(std::move(args), in_place, recorder);
 }
 

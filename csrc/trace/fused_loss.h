@@ -1,19 +1,13 @@
 // Traces a call of the fused loss: runs its check, forward and backward with tensors without data, and records their allocations, matmuls
 // and kernel launches (recorder.h).
 #pragma once
+#include <array>
 #include <span>
 #include <variant>
 
-#include "launch/chunks.h"
 #include "trace/tensor.h"
 
 namespace liger::trace {
-
-// The strategy for the gradients, and the number of rows and classes of logits that exist at a time (ops/fused_linear.h).
-struct LossPlan {
-  launch::Gradients gradients = launch::Gradients::none;
-  int64_t rows = 1, classes = 1;
-};
 
 // What the forward adds to a recorder: the number of kernels that are listed, and multiplications.
 struct ForwardWork {
@@ -26,12 +20,13 @@ struct ForwardWork {
 struct FusedLoss;
 ForwardWork trace_fused_loss(FusedLoss, bool in_place, Recorder&);
 
-// The same for the op's arguments in the order of its schema (schemas.h), with a plan in place of those that a plan chooses.
+// The same for the op's arguments in the order of its schema (schemas.h), with a plan in place of gradients, chunk_rows and chunk_classes.
 struct Layout {
   std::vector<int64_t> sizes, strides;
   ScalarType dtype;
 };
 using Argument = std::variant<std::monostate, bool, int64_t, double, ScalarType, Layout>;
+using LossPlan = std::array<int64_t, 3>;
 ForwardWork trace_fused_loss(std::span<const Argument>, const LossPlan&, bool in_place, Recorder&);
 
 }  // namespace liger::trace

@@ -31,7 +31,7 @@ from torch._C._autograd import (
 )
 
 from liger_ext import _C
-from liger_ext.ops._checks import REDUCTIONS, accumulator, condition_holds
+from liger_ext.ops._checks import REDUCTIONS, accumulator
 from liger_ext.ops._compile import flop_formula
 from liger_ext.ops._loss_arguments import NAMES, OPTIONS, LossArguments, matmul_dtype, select_options, wide_logits
 from liger_ext.ops._register import register, register_without_derivative
@@ -149,20 +149,17 @@ def combine_gradients(dloss: Tensor | None, dentropy: Tensor, loss: Tensor, entr
     return factor, torch.stack(numbers, 1)
 
 
-def recomputed_rows(weight: Tensor, wide_logits: bool) -> int:
+def recomputed_rows(values: dict[str, Any]) -> int:
     """Returns the number of rows of logits that a backward recomputes at a time. They take about the memory of dweight;
     logits in float32 count with their gradient."""
-    return max(weight.shape[1] // (3 if wide_logits else 1), 128)
+    return max(values["weight"].shape[1] // (3 if wide_logits(values) else 1), 128)
 
 
 def _recompute(values: dict[str, Any]) -> None:
     """Has a backward recompute the logits, in the forward's chunks if it had several."""
     if values["gradients"] not in (_ACCUMULATED, _RECOMPUTED):
-        weight = values["weight"]
-        values["chunk_rows"] = recomputed_rows(
-            weight, wide_logits(values["x"], weight, values["compute_dtype"], values["logits_dtype"])
-        )
-        values["chunk_classes"] = weight.shape[0]
+        values["chunk_rows"] = recomputed_rows(values)
+        values["chunk_classes"] = values["weight"].shape[0]
     values["gradients"] = _RECOMPUTED
 
 
@@ -222,25 +219,21 @@ def _matmul_flops(x, weight, matmuls) -> int:
     return 2 * x.shape[0] * x.shape[1] * weight.shape[0] * matmuls
 
 
-def _forward_sums_dx(gradients, weight, compute, chunk_classes):
-    return _C.sums_dx(gradients, weight.dtype, compute, condition_holds(chunk_classes >= weight.shape[0]))
-
-
 @flop_formula(torch.ops.liger_ext.fused_linear_cross_entropy)
-def _forward_flops(x, weight, gradients, chunk_classes, compute_dtype, need_dx, need_dweight) -> int:
+def _forward_flops(values) -> int:
+    x, weight, accumulated = values["x"], values["weight"], values["gradients"] == _ACCUMULATED
     # With chunks of classes, the logits are computed twice: for their statistics, and for their gradient.
-    again = gradients == _ACCUMULATED and chunk_classes < weight.shape[0]
-    with_dx = need_dx and _forward_sums_dx(gradients, weight, matmul_dtype(x, weight, compute_dtype), chunk_classes)
-    return _matmul_flops(x, weight, 1 + again + with_dx + (need_dweight and gradients == _ACCUMULATED))
+    again = accumulated and values["chunk_classes"] < weight.shape[0]
+    _, _, (dx, _), _, _ = _C.saved_tensors(*values.values())
+    return _matmul_flops(x, weight, 1 + again + (len(dx) == 2) + (values["need_dweight"] and accumulated))
 
 
 @flop_formula(torch.ops.liger_ext.fused_linear_cross_entropy_backward)
 @flop_formula(torch.ops.liger_ext.fused_linear_cross_entropy_backward_)
-def _backward_flops(x, weight, mix, gradients, chunk_classes, compute_dtype, need_dx, need_dweight) -> int:
+def _backward_flops(x, weight, mix, dx, gradients, chunk_classes, need_dx, need_dweight) -> int:
     logits = (gradients == _RECOMPUTED) * (1 + (chunk_classes < weight.shape[0]))
     # The forward's sum of dx is that of the loss alone, so a gradient of the entropy (mix) computes dx again.
-    summed = mix is None and _forward_sums_dx(gradients, weight, matmul_dtype(x, weight, compute_dtype), chunk_classes)
-    with_dx = need_dx and not summed
+    with_dx = need_dx and (mix is not None or dx.dim() != 2)
     flops = _matmul_flops(x, weight, logits + with_dx + (need_dweight and gradients != _ACCUMULATED))
     if gradients == _OVERLAID:  # the logits of classes whose gradient is not stored are recomputed
         flops += 2 * x.shape[0] * x.shape[1] * max(weight.shape[0] - chunk_classes, 0)

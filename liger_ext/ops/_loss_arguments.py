@@ -55,9 +55,10 @@ def matmul_dtype(x: Tensor, weight: Tensor, compute_dtype: torch.dtype | None) -
     return torch.promote_types(x.dtype, weight.dtype) if compute_dtype is None else compute_dtype
 
 
-def wide_logits(x: Tensor, weight: Tensor, compute_dtype: torch.dtype | None, logits_dtype: torch.dtype | None) -> bool:
-    """Whether the logits are wider than the operands of the matmuls."""
-    return logits_dtype not in (None, matmul_dtype(x, weight, compute_dtype))
+def wide_logits(values: dict[str, Any]) -> bool:
+    """Whether the logits are wider than the operands of the matmuls. ``values``: arguments of the op."""
+    compute = matmul_dtype(values["x"], values["weight"], values["compute_dtype"])
+    return values["logits_dtype"] not in (None, compute)
 
 
 class LossArguments(_Fields):
@@ -152,5 +153,4 @@ class Call(NamedTuple):
 
     @property
     def wide_logits(self) -> bool:
-        a = self.arguments
-        return wide_logits(a.x, a.weight, a.compute_dtype, a.logits_dtype)
+        return self.arguments.logits_dtype not in (None, self.compute)

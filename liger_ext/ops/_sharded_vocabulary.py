@@ -155,8 +155,8 @@ class _ShardedLoss(torch.autograd.Function):
         if weight.shape[0] == 0:  # an empty shard runs with one class of zeros, so that targets are checked here, too
             head |= {"weight": weight.new_zeros(1, weight.shape[1]), "bias": None, "first_class": 0}
         wanted = values["need_dx"] or values["need_dweight"] or values["need_dbias"]
-        wide = wide_logits(x, weight, values["compute_dtype"], values["logits_dtype"])
-        ctx.stores_logits = wanted and x.shape[0] <= values["chunk_rows"] and weight.shape[0] > 0 and not wide
+        at_once = x.shape[0] <= values["chunk_rows"] and not wide_logits(values)
+        ctx.stores_logits = wanted and at_once and weight.shape[0] > 0
         predictions = values["return_token_accuracy"] or values["return_predicted_tokens"]
         logits, statistics, best = _statistics_op(head | {"predictions": predictions, "keep_logits": ctx.stores_logits})
         if weight.shape[0] == 0:
@@ -202,9 +202,8 @@ class _ShardedLoss(torch.autograd.Function):
             stored = stored and ctx.overwrites_logits and values["softcap"] is None and not keeps_graph
             if not stored:
                 # No gradient is stored, it may not be overwritten, or it has no probabilities: recompute the logits.
-                wide = wide_logits(x, weight, values["compute_dtype"], values["logits_dtype"])
                 values["saved"] = values["saved"].new_empty(0)
-                values["chunk_rows"] = min(values["chunk_rows"], recomputed_rows(weight, wide))
+                values["chunk_rows"] = min(values["chunk_rows"], recomputed_rows(values))
         values["dloss"] = scale_gradient(dloss, values["temperature"], values["logit_scale"])
         needs = {name: values[name] for name in ("need_dx", "need_dweight", "need_dbias")}
 

@@ -44,12 +44,6 @@ const OpBindings fused_linear_cross_entropy_bindings([](py::module_& m, py::modu
   m.def("overlaid_classes", &launch::overlaid_classes<Size>, py::arg("rows"), py::arg("room"), py::arg("vocab"));
   m.def("overlaid_rest", &launch::overlaid_rest<Size>, py::arg("rows"), py::arg("room"), py::arg("vocab"), py::arg("stored"));
   m.def("gradient_state_size", &launch::gradient_state_size<Size>, py::arg("rows"), py::arg("token_scaling"));
-  m.def(
-      "sums_dx",
-      [](int64_t gradients, const ScalarType& weight, const ScalarType& compute, bool stored) {
-        return sums_dx(launch::Gradients(gradients), kernel_dtype(weight).value(), kernel_dtype(compute).value(), stored);
-      },
-      py::arg("gradients"), py::arg("weight"), py::arg("compute"), py::arg("stored"));
   m.def("saved_tensors", &NamedArguments<&saved, schemas::fused_linear_cross_entropy>::run,
         "The shape and dtype of each tensor that the fused loss saves for its backward, in the order of its results.");
 });

@@ -14,9 +14,6 @@ using launch::Rates;
 using trace::Argument;
 using trace::LossPlan;
 using trace::Recorder;
-using PlanFields = std::tuple<int64_t, int64_t, int64_t>;
-
-LossPlan loss_plan(const PlanFields& fields) { return {launch::Gradients(std::get<0>(fields)), std::get<1>(fields), std::get<2>(fields)}; }
 
 // Throws std::invalid_argument for a dtype that no argument of the op may have.
 trace::ScalarType traced_type(const py::handle& dtype) {
@@ -44,14 +41,14 @@ std::vector<Argument> traced_arguments(const py::tuple& values) {
 }
 
 using Costs = std::tuple<int64_t, double, int64_t, int64_t>;
-std::vector<Costs> costs(const py::tuple& arguments, const std::vector<PlanFields>& plans, bool in_place, const DeviceProfile* gpu,
+std::vector<Costs> costs(const py::tuple& arguments, const std::vector<LossPlan>& plans, bool in_place, const DeviceProfile* gpu,
                          const Rates& rates) {
   std::vector<Costs> all;
   try {
     const std::vector<Argument> traced = traced_arguments(arguments);
-    for (const PlanFields& plan : plans) {
+    for (const LossPlan& plan : plans) {
       Recorder recorder(gpu, rates, false);
-      const int64_t forward = trace_fused_loss(traced, loss_plan(plan), in_place, recorder).multiplications;
+      const int64_t forward = trace_fused_loss(traced, plan, in_place, recorder).multiplications;
       all.emplace_back(recorder.peak, recorder.seconds, forward, recorder.multiplications - forward);
     }
   } catch (const std::invalid_argument&) {  // the op raises this error with any plan
@@ -61,10 +58,10 @@ std::vector<Costs> costs(const py::tuple& arguments, const std::vector<PlanField
 }
 
 using MatmulFields = std::tuple<int64_t, int64_t, int64_t, bool, int64_t>;
-std::pair<std::vector<MatmulFields>, std::vector<std::pair<std::string, int64_t>>> lists(const py::tuple& arguments, const PlanFields& plan,
+std::pair<std::vector<MatmulFields>, std::vector<std::pair<std::string, int64_t>>> lists(const py::tuple& arguments, const LossPlan& plan,
                                                                                          const DeviceProfile* gpu, const Rates& rates) {
   Recorder recorder(gpu, rates, true);
-  trace_fused_loss(traced_arguments(arguments), loss_plan(plan), true, recorder);
+  trace_fused_loss(traced_arguments(arguments), plan, true, recorder);
   std::vector<MatmulFields> matmuls;
   for (const auto& one : recorder.matmuls) matmuls.emplace_back(one.m, one.n, one.k, one.accumulates, one.times);
   std::vector<std::pair<std::string, int64_t>> kernels;
