@@ -9,12 +9,10 @@ from liger_ext import _C
 from liger_ext.functional import cross_entropy, fused_linear_cross_entropy, linear_log_probs
 from liger_ext.ops._schema import argument_names, with_names
 
-_OP = torch.ops.liger_ext.rms_norm.default
-
 
 def test_a_parameter_that_the_schema_lacks():
     with pytest.raises(TypeError, match="the schema has no 'epsilon'; it has x, weight, eps"):
-        with_names(lambda x, epsilon: None, argument_names(_OP))
+        with_names(lambda x, epsilon: None, argument_names(torch.ops.liger_ext.rms_norm.default))
 
 
 @pytest.mark.parametrize("function", [cross_entropy, fused_linear_cross_entropy, linear_log_probs])
