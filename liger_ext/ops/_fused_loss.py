@@ -25,7 +25,7 @@ from liger_ext.ops._checks import (
     shape_text,
 )
 from liger_ext.ops._fused_linear_op import autocast_dtype, call_op
-from liger_ext.ops._loss_arguments import Call, LossArguments
+from liger_ext.ops._loss_arguments import FLOATS, Call, LossArguments
 from liger_ext.ops._loss_devices import device_index
 from liger_ext.ops._loss_plan import Plan, plan, shard_rows
 from liger_ext.ops._sharded_vocabulary import is_dtensor, local_tensors, sharded_loss
@@ -59,10 +59,8 @@ def fused_loss(
     softcap = asked.softcap
     check_tensors(op, x=x, weight=weight, target=target)
     check_integer(op, ignore_index=ignore_index)
-    check_constants(
-        op, ce_weight=ce_weight, normalizer=normalizer, temperature=temperature, label_smoothing=asked.label_smoothing,
-        lse_square_scale=asked.lse_square_scale, softcap=softcap,
-    )  # fmt: skip
+    floats = {name: getattr(asked, name) for name in FLOATS}
+    check_constants(op, ce_weight=ce_weight, normalizer=normalizer, temperature=temperature, **floats)
     if isinstance(softcap, bool) or not isinstance(softcap, (numbers.Real, torch.SymFloat, torch.SymInt, type(None))):
         raise TypeError(f"{op}: softcap is {softcap!r}, expected None or a number")
     for name in ("accum_dtype", "logits_dtype"):

@@ -30,7 +30,7 @@ TENSORS = _names_by_type("Tensor")
 OPTIONS = [name for name in NAMES if name not in TENSORS]
 select_options = operator.itemgetter(*OPTIONS)
 
-_FLOATS = _names_by_type("float")
+FLOATS = _names_by_type("float")
 # The op gives these shapes to its tensors.
 _SHAPES = {"x": ("rows", "hidden"), "weight": ("vocab", "hidden"), "target": ("rows",), "bias": ("vocab",)}
 _SHAPES |= {"ce_weight": ("vocab",), "normalizer": (), "temperature": ("rows",)}
@@ -74,7 +74,7 @@ class LossArguments(_Fields):
             tensor = getattr(self, name)
             if tensor is not None:
                 found[name] = Layout(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
-        for name in _FLOATS:
+        for name in FLOATS:
             value, default = getattr(self, name), _constant(name, False)
             differs = value is not None and (default is None or condition_holds(value != default))
             found[name] = _constant(name, differs)
