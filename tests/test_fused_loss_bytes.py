@@ -292,16 +292,22 @@ def test_the_memory_that_is_taken(device, drawn, memory):
         )
 
 
+def log_probs_of_wide_logits(inputs, memory):
+    return F.linear_log_probs(**inputs, memory=memory, logits_dtype=torch.float32).sum()
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_bytes_in_a_graph(device, dynamic):
+@pytest.mark.parametrize("step", [fused_loss, log_probs_of_wide_logits])
+def test_bytes_in_a_graph(device, dynamic, step):
     """A budget in a graph holds, or raises an error, for any number of rows that the graph may run with."""
     torch._dynamo.reset()
-    made = head(512, 64, 20_001, device=device)
+    dtype = torch.float32 if step == fused_loss else torch.bfloat16
+    made = head(512, 64, 20_001, dtype=dtype, device=device)
     others = {"x": made["x"][:300], "weight": made["weight"], "target": made["target"][:300]}
     with pytest.raises(Exception, match=r"memory is 1000 bytes, expected at least \d+ in a graph") as said:
-        torch.compile(fused_loss, backend="aot_eager", dynamic=False, fullgraph=True)(made, 1000)
+        torch.compile(step, backend="aot_eager", dynamic=False, fullgraph=True)(made, 1000)
     torch._dynamo.reset()
-    run = torch.compile(fused_loss, backend="aot_eager", dynamic=dynamic, fullgraph=True)
+    run = torch.compile(step, backend="aot_eager", dynamic=dynamic, fullgraph=True)
     least = int(str(said.value).split("at least ")[1].split(" ")[0])
     for inputs in (made, others):
         gradients = torch.autograd.grad(run(inputs, least), leaves(made))  # compiles

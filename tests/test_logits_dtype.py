@@ -296,24 +296,6 @@ def test_a_late_gradient_of_the_entropy_keeps_to_the_forwards_chunks(device, log
         assert called["chunk_rows"] <= plan.rows and called["chunk_classes"] <= plan.classes
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_bytes_in_a_graph(device, dynamic):
-    torch._dynamo.reset()
-    tensors = arguments(512, 64, 20_001, torch.bfloat16, device, bias=False)
-
-    def step(tensors, memory):
-        return run(**tensors, memory=memory).sum()
-
-    with pytest.raises(Exception, match=r"memory is 1000 bytes, expected at least \d+ in a graph") as said:
-        torch.compile(step, backend="aot_eager", dynamic=False, fullgraph=True)(tensors, 1000)
-    torch._dynamo.reset()
-    compiled = torch.compile(step, backend="aot_eager", dynamic=dynamic, fullgraph=True)
-    least = int(str(said.value).split("at least ")[1].split(" ")[0])
-    gradients = torch.autograd.grad(compiled(tensors, least), leaves(tensors))  # compiles
-    del gradients
-    assert most_bytes(device, lambda: torch.autograd.grad(compiled(tensors, least), leaves(tensors))) <= least
-
-
 def test_the_levels_of_models():
     """On an H100 only a chunk of rows exists in float32 at a time."""
     bf16 = torch.bfloat16
