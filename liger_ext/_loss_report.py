@@ -63,10 +63,10 @@ def matmul_seconds(call: Call) -> float:
 
 def describe(call: Call, choice: Choice) -> str:
     """Describes a plan in words, for a call that computes all gradients."""
-    way, rows, classes = _C.Gradients(choice.plan.gradients), choice.plan.rows, choice.plan.classes
-    if way == _C.Gradients.deferred:
+    strategy, rows, classes = _C.Gradients(choice.plan.gradients), choice.plan.rows, choice.plan.classes
+    if strategy == _C.Gradients.deferred:
         return "all gradients of logits stored"
-    if way == _C.Gradients.overlaid:
+    if strategy == _C.Gradients.overlaid:
         room = _C.overlaid_room(call.hidden, call.arguments.weight.dtype, call.compute)
         inside = _C.overlaid_classes(call.rows, room, call.vocab)
         place = "in the memory that becomes dweight"
@@ -78,7 +78,7 @@ def describe(call: Call, choice: Choice) -> str:
     text = f"chunks of {_C.equal_chunks(call.rows, rows):,} rows"
     if classes < call.vocab:
         text += f" and {classes:,} classes"
-    text = f"sums over {text}" if way == _C.Gradients.accumulated else text
+    text = f"sums over {text}" if strategy == _C.Gradients.accumulated else text
     return f"{text}; logits are computed twice" if choice.recomputes else text
 
 

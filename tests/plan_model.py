@@ -111,7 +111,7 @@ def row_registers(launch, call) -> None:
     check_held(launch.plan.threads_per_row, k, vec, launch.cols)
 
 
-def row_reread(launch, call, k: int = 4) -> None:
+def row_two_pass(launch, call, k: int = 4) -> None:
     assert launch.plan.grid == launch.rows and is_pow2(launch.plan.block)
     check_batches(launch.plan.block, k, launch.instance[0], launch.cols)
 

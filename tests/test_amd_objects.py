@@ -19,7 +19,7 @@ STREAMS = {
     "Dequantize4bitKernel": set(),
     "SeededDropoutKernel": {"load", "store"},
     "NormForwardRegisters": {"load", "store"},
-    "NormForwardReread": {"load", "store"},
+    "NormForwardTwoPass": {"load", "store"},
     "NormBackwardRegisters": {"load", "store"},
     "NormBackwardRows": {"load", "store"},
     "NormBackwardFew": {"load", "store"},

@@ -101,7 +101,7 @@ def test_forward_plans(name, rows, cols, vec, max_k, long_k, max_block):
     tiling.vec, tiling.max_k, tiling.max_block, tiling.k, tiling.long_k = vec, max_k, max_block, 4, long_k
     plan = _C.plan_row_forward(device, rows // 8, cols, tiling)
     assert 0 < plan.block <= device.max_block_threads and plan.block % plan.warp == 0 and plan.k <= max_k
-    assert plan.path == _C.Path.reread or plan.threads_per_row * plan.k * vec >= cols
+    assert plan.path == _C.Path.two_pass or plan.threads_per_row * plan.k * vec >= cols
     check_cluster(plan, device, cols)
     assert plan.grid // plan.cluster * max(1, plan.block // plan.threads_per_row) >= rows // 8
 
@@ -116,7 +116,7 @@ def test_persistent_plans(name, rows, cols, vec, centered):
     assert 0 < plan.block <= 512 and plan.block % plan.warp == 0
     long = not device.bulk_copies and cols > 2 * 512 * vec  # a row that one block holds
     assert plan.k == 4 if vec == 1 or long else plan.k in (2, 3)
-    assert plan.path == _C.Path.reread or plan.threads_per_row * plan.k * vec >= cols
+    assert plan.path == _C.Path.two_pass or plan.threads_per_row * plan.k * vec >= cols
     check_cluster(plan, device, cols)
     assert plan.grid == plan.partial_rows * plan.cluster
     if plan.cluster == 1:

@@ -138,11 +138,11 @@ inline void check_fused_linear_cross_entropy_backward(const FusedLoss& a) {
 inline void check_fused_linear_cross_entropy_backward_in_place(const FusedLoss& a) {
   const char* op = "fused_linear_cross_entropy_backward_";
   check_fused_loss_gradients(op, a);
-  const auto way = launch::Gradients(a.gradients);
-  require((way == launch::Gradients::accumulated || way == launch::Gradients::overlaid) && a.need_dweight, op, ": gradients is ",
+  const auto strategy = launch::Gradients(a.gradients);
+  require((strategy == launch::Gradients::accumulated || strategy == launch::Gradients::overlaid) && a.need_dweight, op, ": gradients is ",
           a.gradients, " and need_dweight ", a.need_dweight,
           ", expected 2 (accumulated) or 4 (overlaid), and true: only these compute dweight in place");
-  require(!a.mix || (way == launch::Gradients::overlaid && !a.softcap), op, ": gradients is ", a.gradients,
+  require(!a.mix || (strategy == launch::Gradients::overlaid && !a.softcap), op, ": gradients is ", a.gradients,
           ", expected 4 (overlaid) and no softcap, since there is a gradient of the entropy (mix)");
 }
 

@@ -88,15 +88,15 @@ inline void check_schedule(const char* op, const Tensor& x, const Tensor& weight
   require(gradients >= 0 && gradients <= int64_t(launch::Gradients::overlaid), op, ": gradients is ", gradients,
           ", expected 0 (none), 1 (deferred), 2 (accumulated), 3 (recomputed) or 4 (overlaid)");
   require(chunk_rows >= 1, op, ": chunk_rows is ", chunk_rows, ", expected at least 1");
-  const auto way = launch::Gradients(gradients);
-  const bool overlaid = way == launch::Gradients::overlaid;
+  const auto strategy = launch::Gradients(gradients);
+  const bool overlaid = strategy == launch::Gradients::overlaid;
   require(chunk_classes >= (overlaid ? 0 : 1), op, ": chunk_classes is ", chunk_classes, ", expected at least 1");
   // Wide logits (fp32 logits of 16-bit operands) exist for a chunk of rows at a time, beside the stored gradient of all logits.
-  require(way != launch::Gradients::deferred || ((dtypes.wide_logits() || chunk_rows >= rows) && chunk_classes >= vocab), op,
+  require(strategy != launch::Gradients::deferred || ((dtypes.wide_logits() || chunk_rows >= rows) && chunk_classes >= vocab), op,
           ": gradients is 1 (deferred), for which all logits have to exist at a time, not ", chunk_rows, " of ", rows, " rows and ",
           chunk_classes, " of ", vocab, " classes");
   if (overlaid) check_overlaid(op, x, weight, dtypes, chunk_rows, chunk_classes, need_dweight);
-  require((way == launch::Gradients::none) == !(need_dx || need_dweight || need_dbias), op, ": gradients is ", gradients,
+  require((strategy == launch::Gradients::none) == !(need_dx || need_dweight || need_dbias), op, ": gradients is ", gradients,
           ", which does not fit need_dx ", need_dx, ", need_dweight ", need_dweight, " and need_dbias ", need_dbias);
 }
 

@@ -10,8 +10,8 @@
 // each row (walk_with_few_registers). Each block, or cluster, writes one partial row of its sums: by default at most two partial rows per
 // multiprocessor. column_sum.h adds up the partial rows.
 //
-// Other files have the kernels for longer rows and mixed dtypes (norm_backward_reread.h), for few rows (norm_backward_few.h), and for most
-// calls without dweight and dbias (norm_backward_rows.h).
+// Other files have the kernels for longer rows and mixed dtypes (norm_backward_two_pass.h), for few rows (norm_backward_few.h), and for
+// most calls without dweight and dbias (norm_backward_rows.h).
 #pragma once
 #include "gpu/device.h"
 #include "gpu/row_stream.h"
@@ -32,10 +32,10 @@ struct NormBackwardArgs {
   float offset;
   float inverse_cols = 0;
   float* partial = nullptr;  // [partial rows, cols]: sums for dweight; LayerNorm: [partial rows, 2 * cols], dbias behind them
-  float* row_means = nullptr;  // [rows, 2]: mean(g), mean(g * n); only for norm_backward_reread.h
+  float* row_means = nullptr;  // [rows, 2]: mean(g), mean(g * n); only for norm_backward_two_pass.h
   int threads_per_row = 0, stages = 0, ring_offset = 0;
   int64_t row_step = 0;  // rows that all blocks together process at a time
-  int64_t rows_per_block = 0;  // only for norm_backward_reread.h's second kernel
+  int64_t rows_per_block = 0;  // only for norm_backward_two_pass.h's second kernel
   int64_t tile_blocks = 0;  // only for norm_backward_few.h: the first blocks, which sum columns; the others process rows
 };
 

@@ -1,11 +1,11 @@
-// Launches the norms' backward: the kernels that fit the call (norm_backward.h, or norm_backward_few.h, _rows.h or _reread.h), then the sum
-// of the partial rows, if there are any.
+// Launches the norms' backward: the kernels that fit the call (norm_backward.h, or norm_backward_few.h, _rows.h or _two_pass.h), then the
+// sum of the partial rows, if there are any.
 #pragma once
 #include "gpu/column_sum.h"
 #include "gpu/norm_backward.h"
 #include "gpu/norm_backward_few.h"
-#include "gpu/norm_backward_reread.h"
 #include "gpu/norm_backward_rows.h"
+#include "gpu/norm_backward_two_pass.h"
 
 namespace liger::gpu {
 

@@ -7,10 +7,10 @@
 // warp idles (RowWarps).
 // Rows that a block cannot hold are held by a cluster of blocks, where the device has clusters. The hardware starts blocks as others end,
 // which keeps the memory busier than persistent blocks do.
-// NormForwardReread, for longer rows: two passes by the same threads. The first computes the statistics (LayerNorm merges batches by Chan's
-// formula); the second computes the result, and most of its reads hit the L2.
-// Instructions are the second limit (H200). So there are separate kernel instances for parameters of the result's dtype, and few branches
-// before a row's first load: short rows pay for each of them.
+// NormForwardTwoPass, for longer rows: two passes by the same threads. The first computes the statistics (LayerNorm merges batches by
+// Chan's formula); the second computes the result, and most of its reads hit the L2. Instructions are the second limit (H200). So there are
+// separate kernel instances for parameters of the result's dtype, and few branches before a row's first load: short rows pay for each of
+// them.
 #pragma once
 #include "gpu/device.h"
 #include "gpu/row_warps.h"
@@ -277,13 +277,13 @@ template <class T, int VEC, int K, int Threads, NormForwardKind Kind> struct Nor
 };
 
 // One block per row of any length, which reads the row twice.
-template <class T, int VEC, NormForwardKind Kind> struct NormForwardReread {
+template <class T, int VEC, NormForwardKind Kind> struct NormForwardTwoPass {
   static constexpr bool Centered = Kind.centered;
   using Args = NormForwardArgs;
   static constexpr int K = 4;
   using Tile = NormTile<T, VEC, K, Kind>;
   using Parameters = NormParameters<T, VEC, K, Kind, true>;
-  static constexpr int max_threads = launch::norm_forward_reread.instance(VEC).max_threads;
+  static constexpr int max_threads = launch::norm_forward_two_pass.instance(VEC).max_threads;
 
   static LIGER_DEVICE void run(const Args& a) {
     RowGroup group(block_threads());
@@ -365,9 +365,9 @@ template <bool Centered> void norm_forward(const NormForward<Centered>& op, Stre
     using T = decltype(tag);
     const auto launch_kind = [&]<NormForwardKind Kind>() {
       constexpr auto fitting = norm_forward_fits<T, Kind>;
-      if (config.is(launch::norm_forward_reread))
-        with_instance<launch::norm_forward_reread, fitting>(
-            config, [&]<Instance I>() { launch<NormForwardReread<T, I.vec, Kind>>(config, a, stream); });
+      if (config.is(launch::norm_forward_two_pass))
+        with_instance<launch::norm_forward_two_pass, fitting>(
+            config, [&]<Instance I>() { launch<NormForwardTwoPass<T, I.vec, Kind>>(config, a, stream); });
       else
         with_instance<launch::norm_forward_registers, fitting>(
             config, [&]<Instance I>() { launch<NormForwardRegisters<T, I.vec, I.k, I.threads, Kind>>(config, a, stream); });

@@ -100,7 +100,7 @@ LaunchPlan plan_held(const DeviceProfile& device, const GroupNormRows& shape, in
   const RowTiling tiling{.vec = vec, .max_k = group_norm_k, .max_block = few || vec == 1 ? 1024 : 256, .k = few ? 1 : group_norm_k};
   LaunchPlan plan = plan_row(device, shape.rows, shape.cols, tiling, knobs);
   plan.k = vec == 1 ? group_norm_k : std::max(2, plan.k);
-  if (registers_bytes(plan, shape, holding) > device.shared_per_block_optin) plan.path = Path::reread;
+  if (registers_bytes(plan, shape, holding) > device.shared_per_block_optin) plan.path = Path::two_pass;
   const int64_t for_each = ceil_div(device.multiprocessors, std::max<int64_t>(1, shape.rows));
   const bool spread = for_each >= 2 && shape.cols / vec >= long_row;
   const auto hold = [&](int cluster, int threads) -> std::optional<LaunchPlan> {
@@ -128,9 +128,9 @@ LaunchPlan plan_held(const DeviceProfile& device, const GroupNormRows& shape, in
 // Knobs do not increase the number of blocks that share a row, because the workspace for sums of channels depends on it.
 LaunchPlan held(const DeviceProfile& device, const GroupNormRows& shape, int vec, const Holding& holding, const Knobs& knobs) {
   const LaunchPlan without_knobs = plan_held(device, shape, vec, holding, {});
-  if (knobs == Knobs{} || without_knobs.path == Path::reread) return without_knobs;
+  if (knobs == Knobs{} || without_knobs.path == Path::two_pass) return without_knobs;
   const LaunchPlan chosen = plan_held(device, shape, vec, holding, knobs);
-  return chosen.cluster > without_knobs.cluster || chosen.path == Path::reread ? without_knobs : chosen;
+  return chosen.cluster > without_knobs.cluster || chosen.path == Path::two_pass ? without_knobs : chosen;
 }
 
 // The launch of a row that is held: by `registers`, or by `holding.kernel` if the plan has shared memory for its vectors.

@@ -201,7 +201,7 @@ Launch norm_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int
   LaunchPlan plan = plan_row_forward(device, rows, cols, forward_tiling(kind, cols, vec), knobs);
   plan.smem = reduction_bytes(kind.centered ? 2 : 1, plan.cluster);
   check_threads(device, plan);
-  if (plan.path == Path::reread) return {&norm_forward_reread, norm_forward_reread.instance(vec), rows, cols, plan, tunable};
+  if (plan.path == Path::two_pass) return {&norm_forward_two_pass, norm_forward_two_pass.instance(vec), rows, cols, plan, tunable};
   // Eight threads per row as a compile-time constant are faster than as a run-time number (docs/measurements.md).
   const Instance lanes{forward_lanes_bound, vec, forward_lanes_k, forward_lanes};
   const bool in_lanes = vec == 8 && norm_forward_has(kind, lanes) && plan.threads_per_row == forward_lanes && plan.k == forward_lanes_k &&
@@ -286,21 +286,21 @@ Launches norm_gradient(const DeviceProfile& device, const Call& call, bool cente
 
 const Planned rms_norm{"rms_norm",
                        [](const DeviceProfile& device, const Call& call) { return norm(device, call, false, 1); },
-                       {&norm_forward_registers, &norm_forward_reread}};
+                       {&norm_forward_registers, &norm_forward_two_pass}};
 const Planned rms_norm_backward{
     "rms_norm_backward",
     [](const DeviceProfile& device, const Call& call) { return norm_gradient(device, call, false, 2); },
     {&norm_backward_rows, &norm_backward_few, &norm_backward_registers, &norm_backward_means, &norm_backward_tiles, &sum_columns_kernel}};
 const Planned add_rms_norm{"add_rms_norm",
                            [](const DeviceProfile& device, const Call& call) { return norm(device, call, false, 2); },
-                           {&norm_forward_registers, &norm_forward_reread}};
+                           {&norm_forward_registers, &norm_forward_two_pass}};
 const Planned add_rms_norm_backward{
     "add_rms_norm_backward",
     [](const DeviceProfile& device, const Call& call) { return norm_gradient(device, call, false, 3); },
     {&norm_backward_rows, &norm_backward_few, &norm_backward_registers, &norm_backward_means, &norm_backward_tiles, &sum_columns_kernel}};
 const Planned layer_norm{"layer_norm",
                          [](const DeviceProfile& device, const Call& call) { return norm(device, call, true, 1); },
-                         {&norm_forward_registers, &norm_forward_reread}};
+                         {&norm_forward_registers, &norm_forward_two_pass}};
 const Planned layer_norm_backward{
     "layer_norm_backward",
     [](const DeviceProfile& device, const Call& call) { return norm_gradient(device, call, true, 2); },

@@ -39,7 +39,7 @@ inline constexpr Kernel norm_forward_registers("NormForwardRegisters", Instance{
                                                Instance{forward_warps_bound, 8, forward_warps_k, whole_warps},
                                                Instance{forward_lanes_bound, 8, forward_lanes_k, forward_lanes},
                                                Instance{cluster_block, wide, 8, cluster_block, true});
-inline constexpr Kernel norm_forward_reread("NormForwardReread", Instance{row_threads, 1}, Instance{row_threads, wide});
+inline constexpr Kernel norm_forward_two_pass("NormForwardTwoPass", Instance{row_threads, 1}, Instance{row_threads, wide});
 // Returns whether this instance is compiled for this kind.
 constexpr bool norm_forward_has(NormForwardKind kind, const Instance& instance) {
   if (instance.threads == whole_warps) return !kind.centered && kind.same_dtype;
@@ -81,7 +81,7 @@ inline constexpr Kernel norm_backward_tiles("NormBackwardTiles", Instance{indepe
 
 struct NormBackwardLaunches {
   Launch means;  // NormBackwardMeans: runs before NormBackwardTiles if dz is requested
-  Launch main;   // NormBackwardRows, NormBackwardFew or NormBackwardRegisters; NormBackwardTiles if plan.path is reread
+  Launch main;   // NormBackwardRows, NormBackwardFew or NormBackwardRegisters; NormBackwardTiles if plan.path is two_pass
 };
 NormBackwardLaunches norm_backward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, NormBackwardKind, const Knobs* = nullptr);
 // The most partial rows that the backward writes, on either path (Path in plan.h), at any alignment and with any knobs.

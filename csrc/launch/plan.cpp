@@ -64,11 +64,11 @@ LaunchPlan plan_row(const DeviceProfile& device, int64_t rows, int64_t cols, con
   const int64_t least = holding > bound ? std::min(tiling.min_block, bound) : std::max(coalesced, holding);
   threads = with_knob_pow2(threads, knobs.threads, least, std::min<int64_t>(next_pow2(vectors), bound));
   const int64_t k = next_pow2(ceil_div(vectors, threads));
-  plan.path = k <= tiling.max_k ? Path::regs : Path::reread;
+  plan.path = k <= tiling.max_k ? Path::regs : Path::two_pass;
   plan.k = static_cast<int>(std::min<int64_t>(k, tiling.max_k));
   plan.threads_per_row = static_cast<int>(threads);
   const int64_t preferred_block = std::max<int64_t>(threads, std::min(tiling.min_block, max_block));
-  const int64_t block = plan.path == Path::reread ? threads : with_knob_pow2(preferred_block, knobs.block, threads, bound);
+  const int64_t block = plan.path == Path::two_pass ? threads : with_knob_pow2(preferred_block, knobs.block, threads, bound);
   plan.block = static_cast<int>(round_up(block, device.warp));
   const int64_t rows_per_block = plan.block / plan.threads_per_row;
   plan.grid = checked_grid(ceil_div(rows, rows_per_block));
@@ -91,7 +91,7 @@ LaunchPlan plan_row_forward(const DeviceProfile& device, int64_t rows, int64_t c
 
 LaunchPlan plan_block_per_row(const DeviceProfile& device, int64_t rows, int64_t cols, int vec) {
   LaunchPlan plan;
-  plan.path = Path::reread;
+  plan.path = Path::two_pass;
   plan.warp = device.warp;
   plan.vec = vec;
   plan.block = static_cast<int>(std::clamp<int64_t>(next_pow2(ceil_div(cols, 4 * vec)), device.warp, device.max_block_threads));
@@ -102,7 +102,7 @@ LaunchPlan plan_block_per_row(const DeviceProfile& device, int64_t rows, int64_t
 
 LaunchPlan plan_row_ranges(const DeviceProfile& device, int64_t rows, int64_t cols, int vec) {
   LaunchPlan plan;
-  plan.path = Path::reread;
+  plan.path = Path::two_pass;
   plan.warp = device.warp;
   plan.vec = vec;
   plan.block = static_cast<int>(std::clamp<int64_t>(round_up(ceil_div(cols, vec), device.warp), device.warp, 256));
@@ -176,7 +176,7 @@ LaunchPlan plan_logits(const DeviceProfile& device, int64_t rows, int64_t vocab,
   LaunchPlan plan;
   plan.warp = device.warp;
   plan.vec = vec;
-  plan.path = Path::reread;
+  plan.path = Path::two_pass;
   const int64_t vectors = std::max<int64_t>(1, ceil_div(vocab, vec));
   auto spread = [&](int limit) {
     limit = std::min(limit, device.max_block_threads);

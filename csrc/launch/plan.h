@@ -29,9 +29,9 @@ constexpr int64_t with_knob_pow2(int64_t choice, int64_t knob, int64_t least, in
   return with_knob(choice, knob > 0 ? next_pow2(knob) : 0, least, most);
 }
 
-// regs: the threads of a row hold it in registers (and shared memory), so that the kernel reads it once. reread: they do not hold the row;
-// a kernel that needs it twice reads it twice.
-enum class Path { regs, reread };
+// regs: the threads of a row hold it in registers (and shared memory), so that the kernel reads it once. two_pass: they do not hold the
+// row; a kernel that needs it twice reads it twice.
+enum class Path { regs, two_pass };
 
 struct LaunchPlan {
   Path path = Path::regs;
@@ -78,8 +78,8 @@ LaunchPlan plan_row_forward(const DeviceProfile&, int64_t rows, int64_t cols, Ro
                             int64_t cluster_from = std::numeric_limits<int64_t>::max());
 constexpr int cluster_block = 256;  // threads per block in these clusters
 // Returns `plan` with a cluster of blocks for each row, of `block` threads with at most k vectors each. It does so if a single block cannot
-// hold the row (plan.path is reread), or if `wants`, the number of blocks that should share a row, is two or more. Returns `plan` unchanged
-// otherwise, for accesses of single elements, and where the device has no clusters of a fitting size.
+// hold the row (plan.path is two_pass), or if `wants`, the number of blocks that should share a row, is two or more. Returns `plan`
+// unchanged otherwise, for accesses of single elements, and where the device has no clusters of a fitting size.
 LaunchPlan with_cluster(const DeviceProfile&, LaunchPlan plan, int64_t rows, int64_t cols, int k, int block, int64_t wants);
 // The number of clusters of persistent blocks that a device holds if each multiprocessor has `resident` of the blocks (clamped to 1 to 3).
 int64_t persistent_clusters(const DeviceProfile&, int64_t cluster, int resident);

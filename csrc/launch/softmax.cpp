@@ -50,7 +50,7 @@ LaunchPlan plan_in_block(const DeviceProfile& device, const SoftmaxShape& shape,
 }
 
 // Any row: plan.k vectors per thread are in registers, and plan.slots in shared memory, as many as fit. The kernel reads the others twice
-// (path reread).
+// (path two_pass).
 LaunchPlan plan_any_length(const DeviceProfile& device, const SoftmaxShape& shape, int k, int inputs, const Knobs& knobs) {
   const int64_t vectors = std::max<int64_t>(1, shape.cols / shape.vec), blocks = row_blocks(device, shape, k, knobs);
   const bool few = few_rows(device, shape.rows);
@@ -79,7 +79,7 @@ LaunchPlan plan_any_length(const DeviceProfile& device, const SoftmaxShape& shap
   plan.k = k;
   plan.slots = static_cast<int>(slots);
   plan.smem += static_cast<int>(slots * slot);
-  plan.path = missing == slots ? Path::regs : Path::reread;
+  plan.path = missing == slots ? Path::regs : Path::two_pass;
   return plan;
 }
 

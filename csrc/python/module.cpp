@@ -159,7 +159,7 @@ void bind_launches(py::module_& m) {
 }
 
 void bind_plans(py::module_& m) {
-  py::enum_<Path>(m, "Path").value("regs", Path::regs).value("reread", Path::reread);
+  py::enum_<Path>(m, "Path").value("regs", Path::regs).value("two_pass", Path::two_pass);
   py::class_<RowTiling>(m, "RowTiling")
       .def(py::init<>())
       .def_readwrite("vec", &RowTiling::vec)

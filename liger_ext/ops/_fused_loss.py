@@ -115,7 +115,7 @@ def fused_loss(
         need_dbias=grad and bias is not None and bias.requires_grad,
     )
     needs = arguments.need_dx or arguments.need_dweight or arguments.need_dbias
-    way = Plan(_ACCUMULATED if needs else 0, 1, 1)
+    chosen = Plan(_ACCUMULATED if needs else 0, 1, 1)
     if weight.dim() == 2 and (shard is not None or weight.shape[0] > 0):  # the op raises an error for other weights
         call = Call(
             arguments.without_data(),
@@ -126,10 +126,10 @@ def fused_loss(
             copies=copies,
         )
         if shard is None:
-            way = plan(call, memory)
+            chosen = plan(call, memory)
         else:
-            way = way._replace(rows=shard_rows(call.resized(vocab=max(1, *shard.sizes)), memory))
-    arguments = arguments._replace(gradients=way.gradients, chunk_rows=way.rows, chunk_classes=way.classes)
+            chosen = chosen._replace(rows=shard_rows(call.resized(vocab=max(1, *shard.sizes)), memory))
+    arguments = arguments._replace(gradients=chosen.gradients, chunk_rows=chosen.rows, chunk_classes=chosen.classes)
     outputs = call_op(*arguments) if shard is None else sharded_loss(shard, arguments)
     if listed is not None:
         wanted = reduction == "none", asked.return_z_loss, asked.return_token_accuracy, asked.return_predicted_tokens

@@ -116,12 +116,12 @@ def _call(size: Size, dtype: torch.dtype, profile: _C.DeviceProfile) -> Call:
 def _launch_options(
     size: Size, dtype: torch.dtype, profile: _C.DeviceProfile, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    way = plan(_call(size, dtype, profile), options.get("memory", "auto"))
+    chosen = plan(_call(size, dtype, profile), options.get("memory", "auto"))
     return {
         "hidden": size.hidden,
-        "overlaid": way.gradients == int(_C.Gradients.overlaid),
-        "chunk_rows": way.rows,
-        "chunk_classes": way.classes,
+        "overlaid": chosen.gradients == int(_C.Gradients.overlaid),
+        "chunk_rows": chosen.rows,
+        "chunk_classes": chosen.classes,
         "full": costly(options) or bool(options.get("use_token_scaling")),
         "bias": options.get("bias") is not None,
     }

@@ -40,7 +40,7 @@ MACHINE_AT, GFX942, GFX950 = 48, 0x4C, 0x4F  # the low byte of an ELF file's e_f
 
 @dataclass
 class Kernel:
-    """A kernel in a code object. ``name`` is demangled and short, ``NormForwardReread<bf16, 8, true, false>``;
+    """A kernel in a code object. ``name`` is demangled and short, ``NormForwardTwoPass<bf16, 8, true, false>``;
     ``metadata`` comes from the compiler."""
 
     symbol: str

@@ -20,7 +20,7 @@ from plan_model import (
     check_shares,
     reduction_bytes,
     row_registers,
-    row_reread,
+    row_two_pass,
     rows_per_block,
 )
 
@@ -234,7 +234,7 @@ def norm_backward_few(launch, call) -> None:
 
 
 def norm_backward_means(launch, call) -> None:
-    row_reread(launch, call, k=2 if launch.instance[0] == 8 else 4)
+    row_two_pass(launch, call, k=2 if launch.instance[0] == 8 else 4)
 
 
 def norm_backward_tiles(launch, call) -> None:
@@ -247,7 +247,7 @@ def norm_backward_tiles(launch, call) -> None:
 
 PLAN_MODELS = {
     "NormForwardRegisters": norm_forward_registers,
-    "NormForwardReread": row_reread,
+    "NormForwardTwoPass": row_two_pass,
     "NormBackwardRegisters": norm_backward_registers,
     "NormBackwardFew": norm_backward_few,
     "NormBackwardRows": row_registers,

@@ -67,7 +67,7 @@ LARGE = {"softmax": lambda a, b, _: F.softmax(a)}
 
 def row_in_parts(launch, call) -> None:
     """Checks the whole vectors in registers and shared memory (``plan.slots`` per thread), and the single elements. The
-    kernel reads the remaining vectors (Path.reread) twice, in batches after them."""
+    kernel reads the remaining vectors (Path.two_pass) twice, in batches after them."""
     plan, vec = launch.plan, launch.instance[0]
     check_rows(plan, launch.rows)
     threads, slots = plan.threads_per_row, plan.slots
