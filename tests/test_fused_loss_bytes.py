@@ -292,12 +292,12 @@ def test_the_memory_that_is_taken(device, drawn, memory):
         )
 
 
-def log_probs_of_wide_logits(inputs, memory):
+def wide_log_probs(inputs, memory):
     return F.linear_log_probs(**inputs, memory=memory, logits_dtype=torch.float32).sum()
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("step", [fused_loss, log_probs_of_wide_logits])
+@pytest.mark.parametrize("step", [fused_loss, wide_log_probs])
 def test_bytes_in_a_graph(device, dynamic, step):
     """A budget in a graph holds, or raises an error, for any number of rows that the graph may run with."""
     torch._dynamo.reset()
