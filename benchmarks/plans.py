@@ -115,10 +115,9 @@ class Result:
 
 def plan_call(shape: Shape, dtype: torch.dtype, device: torch.device) -> Call:
     """The call by which the op chooses its plan."""
-    stored, compute = (torch.float32, torch.bfloat16) if shape.autocast else (dtype, dtype)
-    sizes = shape.rows, shape.hidden, shape.vocab
-    reduction = "none" if shape.per_row else "mean"
-    return Call.uniform(*sizes, stored, device_index(device), compute_dtype=compute, reduction=reduction)
+    dtype, compute = (torch.float32, torch.bfloat16) if shape.autocast else (dtype, None)
+    sizes, reduction = (shape.rows, shape.hidden, shape.vocab), "none" if shape.per_row else "mean"
+    return Call.uniform(*sizes, dtype, device_index(device), reduction, compute_dtype=compute)
 
 
 def memory_points(call: Call) -> dict[str, tuple[str | int, Choice]]:
