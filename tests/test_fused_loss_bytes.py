@@ -2,6 +2,7 @@
 hardly fewer; it keeps to a number of bytes that is passed as ``memory`` (a budget), apart from the scratch memory of
 16-bit matmuls on a CPU; and levels of memory select the documented plans."""
 
+import numpy as np
 import pytest
 import torch
 from cases import LOW, laid_out, most_bytes, normal, random_targets
@@ -144,17 +145,24 @@ def test_fewer_bytes_than_it_can_do_with(device):
         fused_loss(made, least - 1)
 
 
-@pytest.mark.parametrize("option", ["label_smoothing", "lse_square_scale", "softcap", "temperature"])
-def test_an_annealed_option_is_planned_once(option):
-    """Values of a float option share a plan, apart from the default, with which the op does less work."""
-    x, weight, target = torch.ones(3, 16), torch.ones(len(option) + 50, 16), torch.zeros(3, dtype=torch.int64)
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        *((option, (0.1, 0.2, 0.3)) for option in ("label_smoothing", "lse_square_scale", "softcap", "temperature")),
+        ("return_z_loss", (True, np.True_, np.int64(1), torch.tensor(True), torch.tensor(True))),
+        ("x", [torch.ones(3, length, 16)[:, -1] for length in (4, 5, 6)]),
+    ],
+)
+def test_calls_that_share_a_plan(option, values):
+    """A float option changes a plan only if it is not the default. The type of a flag and a stride change none."""
+    call = {"x": torch.ones(3, 16), "weight": torch.ones(len(option) + 50, 16), "target": torch.zeros(3).long()}
     loss = F.linear_log_probs if option == "temperature" else F.fused_linear_cross_entropy
     before = choose.cache_info().misses
-    for value in (0.1, 0.2, 0.3):
-        loss(x, weight, target, **{option: value})
+    for value in values:
+        loss(**{**call, option: value})
     assert choose.cache_info().misses == before + 1
-    loss(x, weight, target)
-    assert choose.cache_info().misses == before + 2
+    loss(**call)
+    assert choose.cache_info().misses == before + (1 if option == "x" else 2)
 
 
 def test_a_trace_lists_what_a_plan_does():

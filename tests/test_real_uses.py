@@ -192,14 +192,18 @@ def test_meta_tensors(example):
 
 
 @pytest.mark.slow
-def test_a_number_of_rows_that_the_compiler_does_not_know(device):
-    """Rows selected by a mask, as in instruction tuning."""
+@pytest.mark.parametrize("shifted", [False, True])
+def test_a_number_of_rows_that_the_compiler_does_not_know(device, shifted):
+    """Rows or sequences selected by a mask, as in instruction tuning."""
     x, weight = (normal(*s, device=device, seed=i).requires_grad_() for i, s in enumerate([(40, 16), (30, 16)]))
     labels = random_targets(40, 30, device=device, ignored=0.4)
 
     def loss(x, weight, labels):
         counted = labels != -100
-        return F.fused_linear_cross_entropy(x[counted], weight, labels[counted])
+        if shifted:
+            x, labels, counted = x.view(8, 5, 16), labels.view(8, 5), counted.view(8, 5)[:, 0]
+        x, labels = x[counted], labels[counted]
+        return F.fused_linear_cross_entropy(*(x[:, :-1], weight, labels[:, 1:]) if shifted else (x, weight, labels))
 
     torch._dynamo.reset()
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):

@@ -47,6 +47,7 @@ _DEFERRED, _ACCUMULATED, _RECOMPUTED, _OVERLAID = map(
 )
 
 RESULTS = result_names(_op)
+USER_RESULTS = RESULTS[: RESULTS.index("counts")]
 _SAVED = ("x", "weight", "target", "bias", "ce_weight", "temperature")
 _SAVED += "loss", "entropy", "counts", "saved", "dx", "dweight", "dbias"
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}

@@ -24,8 +24,8 @@ from liger_ext.ops._checks import (
     require,
     shape_text,
 )
-from liger_ext.ops._fused_linear_op import autocast_dtype, call_op
-from liger_ext.ops._loss_arguments import FLOATS, Call, LossArguments
+from liger_ext.ops._fused_linear_op import USER_RESULTS, autocast_dtype, call_op
+from liger_ext.ops._loss_arguments import FLOATS, NAMES, Call, LossArguments, without_data
 from liger_ext.ops._loss_devices import device_index
 from liger_ext.ops._loss_plan import Plan, plan, shard_rows
 from liger_ext.ops._sharded_vocabulary import is_dtensor, local_tensors, sharded_loss
@@ -55,16 +55,16 @@ def fused_loss(
     """Checks the arguments, calls the op, and returns its results for all rows of x, flattened: first loss, z_loss,
     token_accuracy, predicted_tokens, entropy, mean_logits and log_sum_sq. ``op``: the public function's name, for
     errors. ``temperature``: ``(rows,)``. ``options``: further arguments of the op."""
-    asked = LossArguments(x, weight, target, ignore_index=ignore_index, **options)
-    softcap = asked.softcap
+    values = dict(zip(NAMES, LossArguments(x, weight, target, ignore_index=ignore_index, **options), strict=True))
+    softcap = values["softcap"]
     check_tensors(op, x=x, weight=weight, target=target)
     check_integer(op, ignore_index=ignore_index)
-    floats = {name: getattr(asked, name) for name in FLOATS}
+    floats = {name: values[name] for name in FLOATS}
     check_constants(op, ce_weight=ce_weight, normalizer=normalizer, temperature=temperature, **floats)
     if isinstance(softcap, bool) or not isinstance(softcap, (numbers.Real, torch.SymFloat, torch.SymInt, type(None))):
         raise TypeError(f"{op}: softcap is {softcap!r}, expected None or a number")
     for name in ("accum_dtype", "logits_dtype"):
-        value = getattr(asked, name)
+        value = values[name]
         if not (value is None or isinstance(value, torch.dtype)):
             raise TypeError(f"{op}: {name} is {value!r}, expected a torch.dtype or None")
     require(x.dim() >= 1, op, ": x has no dimensions, expected (..., hidden_size)")
@@ -94,13 +94,14 @@ def fused_loss(
                 temperature = temperature[listed[0]]
     compute_dtype = autocast_dtype(x.device.type, x, weight)
     dtype = torch.promote_types(x.dtype, weight.dtype) if compute_dtype is None else compute_dtype
-    # Bytes of the copies that this function makes: reshape() copies some x, and class_weight() converts.
-    copies = flat.numel() * flat.element_size() if x.dim() > 2 and not x.is_contiguous() else 0
+    # The bytes of copies that this function makes. Graphs ignore them. reshape() copies some x, class_weight() converts.
+    reshaped = x.dim() > 2 and not torch.compiler.is_compiling() and not x.is_contiguous()
+    copies = flat.numel() * flat.element_size() if reshaped else 0
     if ce_weight is not None:
         ce_weight = class_weight(op, ce_weight, "ce_weight", dtype)
         copies += ce_weight.numel() * ce_weight.element_size()
     grad = torch.is_grad_enabled()
-    arguments = asked._replace(
+    values.update(
         x=flat,
         target=targets,
         bias=bias,
@@ -114,11 +115,11 @@ def fused_loss(
         need_dweight=grad and weight.requires_grad,
         need_dbias=grad and bias is not None and bias.requires_grad,
     )
-    needs = arguments.need_dx or arguments.need_dweight or arguments.need_dbias
+    needs = values["need_dx"] or values["need_dweight"] or values["need_dbias"]
     chosen = Plan(_ACCUMULATED if needs else 0, 1, 1)
     if weight.dim() == 2 and (shard is not None or weight.shape[0] > 0):  # the op raises an error for other weights
         call = Call(
-            arguments.without_data(),
+            without_data(values),
             device_index(x.device),
             # No overlaid plan in a graph: it would overwrite a result of another op.
             overlays=shard is None and not torch.compiler.is_compiling(),
@@ -129,11 +130,10 @@ def fused_loss(
             chosen = plan(call, memory)
         else:
             chosen = chosen._replace(rows=shard_rows(call.resized(vocab=max(1, *shard.sizes)), memory))
-    arguments = arguments._replace(gradients=chosen.gradients, chunk_rows=chosen.rows, chunk_classes=chosen.classes)
-    outputs = call_op(*arguments) if shard is None else sharded_loss(shard, arguments)
+    values["gradients"], values["chunk_rows"], values["chunk_classes"] = chosen
+    outputs = call_op(*values.values()) if shard is None else sharded_loss(shard, values)
     if listed is not None:
-        wanted = reduction == "none", asked.return_z_loss, asked.return_token_accuracy, asked.return_predicted_tokens
-        wanted += asked.return_entropy, asked.return_mean_logits, asked.return_log_sum_sq
+        wanted = reduction == "none", *(values[f"return_{name}"] for name in USER_RESULTS[1:])
         outputs = for_all_rows(outputs, listed[0], target.numel(), *wanted)
     return outputs
 

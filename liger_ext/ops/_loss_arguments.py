@@ -30,18 +30,19 @@ TENSORS = _names_by_type("Tensor")
 OPTIONS = [name for name in NAMES if name not in TENSORS]
 select_options = operator.itemgetter(*OPTIONS)
 
-FLOATS = _names_by_type("float")
+FLOATS, _FLAGS = _names_by_type("float"), _names_by_type("bool")
 # The op gives these shapes to its tensors.
 _SHAPES = {"x": ("rows", "hidden"), "weight": ("vocab", "hidden"), "target": ("rows",), "bias": ("vocab",)}
 _SHAPES |= {"ce_weight": ("vocab",), "normalizer": (), "temperature": ("rows",)}
 
 
 class Layout(NamedTuple):
-    """A tensor without data."""
+    """A tensor without data. ``readable``: kernels and matmuls can read it where it lies, so the op does not copy it.
+    Strides have no other effect on a plan; a key with strides would plan a call again for each length of a slice."""
 
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
     dtype: torch.dtype
+    readable: bool = True
 
 
 @assume_constant_result
@@ -66,20 +67,6 @@ class LossArguments(_Fields):
 
     __slots__ = ()
 
-    def without_data(self) -> LossArguments:
-        """Returns the hashable arguments on which a plan depends: a Layout for each tensor; and for each float option
-        only whether it differs from its default, so that a call with an annealed option is planned once."""
-        found = {"ignore_index": _constant("ignore_index", False)}
-        for name in TENSORS:
-            tensor = getattr(self, name)
-            if tensor is not None:
-                found[name] = Layout(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
-        for name in FLOATS:
-            value, default = getattr(self, name), _constant(name, False)
-            differs = value is not None and (default is None or condition_holds(value != default))
-            found[name] = _constant(name, differs)
-        return self._replace(**found)
-
     def with_sizes(self, **sizes: int) -> LossArguments:
         """Returns arguments with contiguous tensors of these sizes: rows, hidden and vocab. A dtype may stand for a
         tensor."""
@@ -87,16 +74,36 @@ class LossArguments(_Fields):
         for name, dimensions in _SHAPES.items():
             tensor = getattr(self, name)
             if tensor is not None:
-                shape = tuple([sizes[dimension] for dimension in dimensions])
-                strides = (*shape[1:], 1)[: len(shape)]
-                found[name] = Layout(shape, strides, getattr(tensor, "dtype", tensor))
+                found[name] = Layout(tuple([sizes[n] for n in dimensions]), getattr(tensor, "dtype", tensor))
         return self._replace(**found)
+
+
+def without_data(values: dict[str, Any]) -> LossArguments:
+    """Returns the hashable arguments on which a plan depends: a Layout for each tensor; and for each float option only
+    whether it differs from its default, so that a call with an annealed option is planned once. A graph ignores copies,
+    and must not compare strides that it does not know."""
+    in_graph = torch.compiler.is_compiling()
+    found = {**values, "ignore_index": _constant("ignore_index", False)}
+    for name in TENSORS:
+        t = values[name]
+        if t is not None:
+            readable = (
+                in_graph or t.is_contiguous() or (t.dim() == 2 and t.stride(1) == 1 and t.stride(0) >= t.shape[1])
+            )
+            found[name] = Layout(tuple(t.shape), t.dtype, readable)
+    for name in FLOATS:
+        value = values[name]
+        if value is not None:
+            found[name] = _constant(name, condition_holds(value != _C.loss_defaults[name]))
+    for name in _FLAGS:
+        found[name] = bool(values[name])
+    return LossArguments(*found.values())
 
 
 class Call(NamedTuple):
     """A call of the op, without data, and facts about the code around it on which the plan depends, too.
 
-    ``arguments``: from ``LossArguments.without_data``; sizes may be symbolic. ``device``: from ``device_index``.
+    ``arguments``: from ``without_data``; sizes may be symbolic. ``device``: from ``device_index``.
     ``overlays``: the gradient of the logits may be stored in the memory that becomes dweight. ``all_rows``: the rows of
     x from which the op's rows are gathered, or 0. ``copies``: bytes of the copies that Python makes of arguments.
     ``free``: bytes beside the gradients that the call may use without raising the peak, since other code needs them at

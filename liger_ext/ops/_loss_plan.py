@@ -87,7 +87,7 @@ def plan(call: Call, memory: str | int | Plan) -> Plan:
     check_memory(memory)
     if isinstance(memory, Plan):
         return memory if _can_use(call, memory) else in_chunks(call, memory.rows, min(memory.classes, call.vocab))
-    known = type(call.rows) is int and not torch.compiler.is_compiling()
+    known = type(call.rows) is type(call.hidden) is type(call.vocab) is int and not torch.compiler.is_compiling()
     if memory == SMALLEST:
         return in_chunks(call, _LEAST_ROWS, min(_LEAST_CLASSES, call.vocab) if known else call.vocab)
     if known:

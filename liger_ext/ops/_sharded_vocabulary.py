@@ -23,14 +23,14 @@ from liger_ext import _C
 from liger_ext.ops._checks import REDUCTIONS, accumulator, require, shape_text
 from liger_ext.ops._compile import disabled_in_graphs, flop_formula
 from liger_ext.ops._fused_linear_op import (
-    RESULTS,
+    USER_RESULTS,
     combine_gradients,
     fake_loss_results,
     is_private,
     recomputed_rows,
     scale_gradient,
 )
-from liger_ext.ops._loss_arguments import OPTIONS, LossArguments, wide_logits
+from liger_ext.ops._loss_arguments import NAMES, OPTIONS, wide_logits
 from liger_ext.ops._loss_plan import padded_vocab
 from liger_ext.ops._register import register_without_derivative
 from liger_ext.ops._schema import called_by_name, selector
@@ -38,15 +38,14 @@ from liger_ext.ops._schema import called_by_name, selector
 _OP = "fused_linear_cross_entropy"
 _MAXIMUM, _BEST = int(_C.VocabularyStatistics.maximum), int(_C.VocabularyStatistics.best)
 
-_ARGUMENTS = ("shard", *LossArguments._fields)
-_OUTPUTS = RESULTS[: RESULTS.index("counts")]
+_ARGUMENTS = ("shard", *NAMES)
 _SAVED = ("x", "weight", "target", "bias", "ce_weight", "temperature", "loss", "entropy", "counts", "kept", "saved")
 
 _statistics_op = called_by_name(torch.ops.liger_ext.vocabulary_shard_statistics.default)
 _losses_op = called_by_name(torch.ops.liger_ext.vocabulary_shard_losses_.default)
 _backward_op = called_by_name(torch.ops.liger_ext.vocabulary_shard_backward.default)
 _backward_in_place = called_by_name(torch.ops.liger_ext.vocabulary_shard_backward_.default)
-_select_upstream = selector(_OUTPUTS, ["loss", "entropy"])
+_select_upstream = selector(USER_RESULTS, ["loss", "entropy"])
 
 _gathered_sizes = WeakTensorKeyDictionary()  # weight -> (process group, sizes of its shards)
 
@@ -148,7 +147,7 @@ def _gathered(group: torch.distributed.ProcessGroup, *tensors: Tensor) -> list[T
 class _ShardedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, shard, *args):
-        values = dict(zip(LossArguments._fields, args, strict=True))
+        values = dict(zip(NAMES, args, strict=True))
         x, weight, target = values["x"], values["weight"], values["target"]
         place = {"first_class": shard.first_class, "vocab_size": shard.vocab_size}
         head = values | place
@@ -170,18 +169,18 @@ class _ShardedLoss(torch.autograd.Function):
             raise ValueError(f"{_OP}: target is not the same in all processes, between which the vocabulary is sharded")
         gathered = {"logits": logits, "statistics": statistics.flatten(0, 1), "best_class": best.flatten(0, 1)}
         results = _losses_op(head | gathered)
-        values |= dict(zip((*_OUTPUTS, "counts", "kept"), results, strict=True)) | place
+        values |= dict(zip((*USER_RESULTS, "counts", "kept"), results, strict=True)) | place
         differentiable = {"loss", "entropy"} if values["return_entropy"] else {"loss"}
         for name in differentiable:
             values[name].masked_fill_(different, torch.nan)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(values[name] for name in _OUTPUTS if name not in differentiable))
+        ctx.mark_non_differentiable(*(values[name] for name in USER_RESULTS if name not in differentiable))
         of_entropy = {} if values["return_entropy"] else {"loss": None, "entropy": None}
         saved = values | of_entropy | {"weight": weight.detach(), "saved": logits}
         ctx.save_for_backward(*(saved[name] for name in _SAVED))
         ctx.shard, ctx.overwrites_logits = shard, is_private(logits)
         ctx.options = {name: values[name] for name in (*OPTIONS, *place)}
-        return tuple(values[name] for name in _OUTPUTS)
+        return tuple(values[name] for name in USER_RESULTS)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -231,10 +230,10 @@ class _ShardedLoss(torch.autograd.Function):
 
 
 @disabled_in_graphs
-def sharded_loss(shard: Shard, args: LossArguments) -> tuple[Tensor, ...]:
-    """Returns the op's first seven results, as ``fused_loss`` does. ``args``: the op's arguments; ``chunk_rows``, the
+def sharded_loss(shard: Shard, values: dict[str, object]) -> tuple[Tensor, ...]:
+    """Returns the op's first seven results, as ``fused_loss`` does. ``values``: the op's arguments; ``chunk_rows``, the
     number of rows of logits that may exist at a time, is the only part of the plan with an effect."""
-    return _ShardedLoss.apply(shard, *args)
+    return _ShardedLoss.apply(shard, *values.values())
 
 
 def _dtypes(x: Tensor, weight: Tensor, compute_dtype: torch.dtype | None) -> tuple[torch.dtype, torch.dtype]:

@@ -24,7 +24,7 @@ trace::ScalarType traced_type(const py::handle& dtype) {
   return trace::scalar_type(*known);
 }
 
-// The arguments of the op, each None, a bool, an int, a float, a dtype, or a tensor's (shape, strides, dtype).
+// The arguments of the op, each None, a bool, an int, a float, a dtype, or a tensor's (shape, dtype, readable).
 std::vector<Argument> traced_arguments(const py::tuple& values) {
   std::vector<Argument> all;
   for (const py::handle value : values) {
@@ -33,8 +33,11 @@ std::vector<Argument> traced_arguments(const py::tuple& values) {
     else if (py::isinstance<py::int_>(value)) all.emplace_back(value.cast<int64_t>());
     else if (py::isinstance<py::float_>(value)) all.emplace_back(value.cast<double>());
     else if (py::isinstance<py::tuple>(value)) {
-      const auto [shape, strides, dtype] = value.cast<std::tuple<std::vector<int64_t>, std::vector<int64_t>, py::object>>();
-      all.emplace_back(trace::Layout{shape, strides, traced_type(dtype)});
+      const auto [shape, dtype, readable] = value.cast<std::tuple<std::vector<int64_t>, py::object, bool>>();
+      trace::Layout layout{shape, std::vector<int64_t>(shape.size()), traced_type(dtype)};  // strides of 0, which the op does not read
+      int64_t stride = 1;
+      for (size_t i = readable ? shape.size() : 0; i-- > 0; stride *= shape[i]) layout.strides[i] = stride;
+      all.push_back(std::move(layout));
     } else all.emplace_back(traced_type(value));
   }
   return all;
@@ -44,14 +47,16 @@ using Costs = std::tuple<int64_t, double, int64_t, int64_t>;
 std::vector<Costs> costs(const py::tuple& arguments, const std::vector<LossPlan>& plans, bool in_place, const DeviceProfile* gpu,
                          const Rates& rates) {
   std::vector<Costs> all;
-  try {
+  try {  // the op raises these errors with any plan
     const std::vector<Argument> traced = traced_arguments(arguments);
     for (const LossPlan& plan : plans) {
       Recorder recorder(gpu, rates, false);
       const int64_t forward = trace_fused_loss(traced, plan, in_place, recorder).multiplications;
       all.emplace_back(recorder.peak, recorder.seconds, forward, recorder.multiplications - forward);
     }
-  } catch (const std::invalid_argument&) {  // the op raises this error with any plan
+  } catch (const std::invalid_argument&) {
+    all.assign(plans.size(), Costs());
+  } catch (const py::cast_error&) {
     all.assign(plans.size(), Costs());
   }
   return all;
