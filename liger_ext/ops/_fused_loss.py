@@ -94,7 +94,7 @@ def fused_loss(
                 temperature = temperature[listed[0]]
     compute_dtype = autocast_dtype(x.device.type, x, weight)
     dtype = torch.promote_types(x.dtype, weight.dtype) if compute_dtype is None else compute_dtype
-    # Bytes of the copies that this function makes: reshape() copies some x, class_weight() converts. Graphs ignore them.
+    # Bytes of the copies made here: reshape() copies some x, class_weight() converts. Graphs ignore them.
     reshaped = x.dim() > 2 and not torch.compiler.is_compiling() and not x.is_contiguous()
     copies = flat.numel() * flat.element_size() if reshaped else 0
     if ce_weight is not None:
