@@ -5,6 +5,8 @@ from functools import partial
 
 import processes
 import torch
+from cases import host_target
+from test_checks import differences
 
 from liger_ext import functional as F
 from liger_ext.testing import judge
@@ -25,6 +27,17 @@ def raises(error, match, f, *args, **options):
         assert match in str(raised), raised
     else:
         raise AssertionError(f"no {error.__name__}")
+
+
+def check_ops(world, record, names):
+    """Checks, in one process of two, which ops of a shard have run, and each of them."""
+    if world.size == 2 and world.rank == 0:
+        assert set(record.names) == {f"vocabulary_shard_{name}" for name in names}
+        for op, args in record.calls:
+            detached = [a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args]
+            torch.library.opcheck(op, tuple(detached))
+            found = [] if host_target() else [*differences(op, detached)]
+            assert not found, "\n".join(found)
 
 
 class World(processes.World):

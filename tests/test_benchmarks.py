@@ -3,11 +3,11 @@ nothing: the tables that they print, the files and plots that they write, provid
 ratios in tables. The last tests check predictions for the fused loss's plans; those of shapes of GPUs run no plan."""
 
 import functools
-import importlib
 import json
 
 import pytest
 import torch
+from test_fused_loss_bytes import recorded_plans
 
 from benchmarks import __main__ as cli
 from benchmarks import flce, host, log_probs, log_probs_providers, memory, plans, rows, suite, timing
@@ -188,16 +188,14 @@ def test_every_row_of_a_loss_is_timed():
 
 
 @pytest.mark.parametrize("shape", plans.SHAPES_CPU, ids=str)
-def test_the_plan_that_is_predicted_is_the_one_that_runs(shape, monkeypatch):
+def test_the_plan_that_is_predicted_is_the_one_that_runs(shape):
     """The benchmark predicts the plan that the op runs for the same call and the same `memory`."""
-    op = importlib.import_module("liger_ext.ops._fused_loss")
-    asked, plan = [], op.plan
-    monkeypatch.setattr(op, "plan", lambda call, memory: asked.append((call, plan(call, memory))) or asked[-1][1])
     call = plans.plan_call(shape, torch.float32, torch.device("cpu"))
     x, w, t = flce.inputs(shape.rows, shape.hidden, shape.vocab, suite.Settings("cpu", "fp32"))
     points = plans.memory_points(call)
-    for given, _ in points.values():
-        flce.gradients(plans.timed_loss(shape, given), x, w, t)
+    with recorded_plans() as asked:
+        for given, _ in points.values():
+            flce.gradients(plans.timed_loss(shape, given), x, w, t)
     assert asked == [(call, choice.plan) for _, choice in points.values()]
 
 

@@ -2,6 +2,9 @@
 hardly fewer; it keeps to a number of bytes that is passed as ``memory`` (a budget), apart from the scratch memory of
 16-bit matmuls on a CPU; and levels of memory select the documented plans."""
 
+import contextlib
+import unittest.mock
+
 import numpy as np
 import pytest
 import torch
@@ -42,6 +45,19 @@ def any_calls(draw):
     call = Call.uniform(**sizes, **options, device=draw(st.sampled_from([*GPUS, CPU])), reduction=draw(REDUCTIONS))
     facts = {"all_rows": (0, 250_000), "copies": (0, 1_000_000), "free": (0, 100 << 20, 4 << 30)}
     return call._replace(overlays=draw(st.booleans()), **{n: draw(st.sampled_from(v)) for n, v in facts.items()})
+
+
+@contextlib.contextmanager
+def recorded_plans():
+    """Lists each call of the fused loss with its plan."""
+    found = []
+
+    def record(call, memory):
+        found.append((call, _loss_plan.plan(call, memory)))
+        return found[-1][1]
+
+    with unittest.mock.patch.object(_fused_loss, "plan", record):
+        yield found
 
 
 # Choice of a plan ---------------------------------------------------------------------------------------------------
@@ -258,13 +274,6 @@ def test_the_memory_that_is_taken(device, drawn, memory):
     compute = torch.bfloat16 if drawn["autocast"] else torch.promote_types(dtypes[0], dtypes[1])
     options["accum_dtype"] = compute if drawn["sum"] else None
 
-    found = []
-
-    def found_plan(call, memory):
-        chosen = _loss_plan.plan(call, memory)
-        found.append((call, chosen))
-        return chosen
-
     def run():
         with torch.autocast(device.type, torch.bfloat16, enabled=drawn["autocast"]):
             loss = fused_loss(made, memory, **options)
@@ -273,8 +282,7 @@ def test_the_memory_that_is_taken(device, drawn, memory):
             return loss, torch.autograd.grad(value.sum(), leaves(made))
 
     budget = None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_fused_loss, "plan", found_plan)
+    with recorded_plans() as found:
         if not isinstance(memory, str):
             share, memory = memory, "fast"
             run()

@@ -10,13 +10,13 @@ import torch
 from cases import host_target, most_bytes, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_fused_loss_bytes import CPU, GPUS
+from test_fused_loss_bytes import CPU, GPUS, recorded_plans
 from test_fused_loss_memory import SIZES, overlaid
 from test_linear_log_probs import BOUNDS, EVERYTHING, arguments, doubles, judge, leaves, reference
 
 from liger_ext import _C
 from liger_ext import functional as F
-from liger_ext.ops import _fused_linear_op, _fused_loss, _loss_devices, _loss_plan
+from liger_ext.ops import _fused_linear_op, _loss_devices, _loss_plan
 from liger_ext.ops._loss_arguments import Call, LossArguments
 from liger_ext.ops._loss_plan import LEVELS, SMALLEST, Plan
 
@@ -238,14 +238,7 @@ def test_other_dtypes(dtype, logits_dtype, error, message):
 
 def plan_and_bytes(device, step, memory):
     """The call, the plan that was used, and the most bytes that it allocated."""
-    found = []
-
-    def noted(call, memory):
-        found.append((call, _loss_plan.plan(call, memory)))
-        return found[-1][1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_fused_loss, "plan", noted)
+    with recorded_plans() as found:
         taken = most_bytes(device, lambda: step(memory))
     return *found[-1], taken
 

@@ -12,7 +12,6 @@ from cases import python
 from liger_ext import _C, _devices, _load, _timing, _tuned, doctor, tune
 from liger_ext._timing import Timing
 from liger_ext.ops import _loss_devices, _loss_plan
-from liger_ext.ops._loss_arguments import Call
 from liger_ext.records import Size
 
 H200 = _C.profile("H200")
@@ -220,7 +219,7 @@ def test_measured_rates_are_the_fused_losss(file, installed, monkeypatch):
     used_rates, others_rates = (_loss_devices.DEVICES[device].rates for device in (used, others))
     assert all(getattr(used_rates, name) == value for name, value in list(vars(RATES).items())[2:])
     assert used_rates.measured and not others_rates.measured
-    calls = [Call.uniform(512, 64, 1000, torch.bfloat16, device) for device in (others, used)]
+    calls = [_loss_plan.Call.uniform(512, 64, 1000, torch.bfloat16, device) for device in (others, used)]
     others_seconds, seconds = (_loss_plan.choose(call, "fast").seconds for call in calls)
     assert others_seconds < 0.01 < RATES.launch < seconds
 

@@ -118,16 +118,7 @@ class Call(NamedTuple):
     free: int = 0
 
     @classmethod
-    def uniform(
-        cls,
-        rows: int,
-        hidden: int,
-        vocab: int,
-        dtype: torch.dtype,
-        device: int,
-        reduction: str = "mean",
-        **options: Any,
-    ) -> Call:
+    def uniform(cls, rows, hidden, vocab, dtype, device, reduction="mean", **options) -> Call:
         """Returns a call that computes dx and dweight, for x and weight of one dtype. ``options``: further arguments of
         the op, or others in place of these. A dtype stands for a tensor."""
         values = {"x": dtype, "weight": dtype, "target": torch.int64, "reduction": REDUCTIONS[reduction]}

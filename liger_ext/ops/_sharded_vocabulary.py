@@ -30,7 +30,7 @@ from liger_ext.ops._fused_linear_op import (
     recomputed_rows,
     scale_gradient,
 )
-from liger_ext.ops._loss_arguments import NAMES, OPTIONS, wide_logits
+from liger_ext.ops._loss_arguments import NAMES, OPTIONS, matmul_dtype, wide_logits
 from liger_ext.ops._loss_plan import padded_vocab
 from liger_ext.ops._register import register_without_derivative
 from liger_ext.ops._schema import called_by_name, selector
@@ -210,7 +210,7 @@ class _ShardedLoss(torch.autograd.Function):
             if weight.shape[0] > 0:
                 op = _backward_in_place if stored and mix is not None else _backward_op
                 return op(values | needs | {"mix": mix})
-            dx = x.new_zeros(x.shape, dtype=_dtypes(x, weight, values["compute_dtype"])[1])
+            dx = x.new_zeros(x.shape, dtype=accumulator(matmul_dtype(x, weight, values["compute_dtype"])))
             return dx, torch.zeros_like(weight), None if bias is None else torch.zeros_like(bias)
 
         # With a stored gradient, dx is computed first and summed over processes. dweight and dbias are computed
@@ -236,15 +236,11 @@ def sharded_loss(shard: Shard, values: dict[str, object]) -> tuple[Tensor, ...]:
     return _ShardedLoss.apply(shard, *values.values())
 
 
-def _dtypes(x: Tensor, weight: Tensor, compute_dtype: torch.dtype | None) -> tuple[torch.dtype, torch.dtype]:
-    compute = torch.promote_types(x.dtype, weight.dtype) if compute_dtype is None else compute_dtype
-    return compute, accumulator(compute)
-
-
 def _fake_statistics(
     x, weight, compute_dtype, return_entropy, return_mean_logits, return_log_sum_sq, predictions, keep_logits
 ):
-    compute, acc = _dtypes(x, weight, compute_dtype)
+    compute = matmul_dtype(x, weight, compute_dtype)
+    acc = accumulator(compute)
     rows, classes = x.shape[0], weight.shape[0]
     strided = x.new_empty_strided((rows, classes), (padded_vocab(classes), 1), dtype=compute)
     slots = _C.statistics_slots(return_entropy or return_mean_logits or return_log_sum_sq)
@@ -257,7 +253,7 @@ def _fake_statistics(
 
 def _fake_losses(values):
     x = values["x"]
-    _, acc = _dtypes(x, values["weight"], values["compute_dtype"])
+    acc = accumulator(matmul_dtype(x, values["weight"], values["compute_dtype"]))
     return (
         *fake_loss_results(values, acc),
         x.new_empty(_C.cross_entropy_counts, dtype=acc),
@@ -266,7 +262,7 @@ def _fake_losses(values):
 
 
 def _fake_backward(x, weight, bias, compute_dtype, need_dx, need_dweight, need_dbias):
-    _, acc = _dtypes(x, weight, compute_dtype)
+    acc = accumulator(matmul_dtype(x, weight, compute_dtype))
     need_dbias = need_dbias and bias is not None
     return (
         x.new_empty(x.shape if need_dx else 0, dtype=acc),
