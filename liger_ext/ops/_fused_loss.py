@@ -25,7 +25,7 @@ from liger_ext.ops._checks import (
     shape_text,
 )
 from liger_ext.ops._fused_linear_op import USER_RESULTS, autocast_dtype, call_op
-from liger_ext.ops._loss_arguments import FLOATS, NAMES, Call, LossArguments, without_data
+from liger_ext.ops._loss_arguments import FLOATS, NAMES, Call, LossArguments, matmul_dtype, without_data
 from liger_ext.ops._loss_devices import device_index
 from liger_ext.ops._loss_plan import Plan, plan, shard_rows
 from liger_ext.ops._sharded_vocabulary import is_dtensor, local_tensors, sharded_loss
@@ -93,7 +93,7 @@ def fused_loss(
             if temperature is not None:
                 temperature = temperature[listed[0]]
     compute_dtype = autocast_dtype(x.device.type, x, weight)
-    dtype = torch.promote_types(x.dtype, weight.dtype) if compute_dtype is None else compute_dtype
+    dtype = matmul_dtype(x, weight, compute_dtype)
     # Bytes of the copies made here: reshape() copies some x, class_weight() converts. Graphs ignore them.
     reshaped = x.dim() > 2 and not torch.compiler.is_compiling() and not x.is_contiguous()
     copies = flat.numel() * flat.element_size() if reshaped else 0
