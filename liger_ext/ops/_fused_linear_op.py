@@ -19,7 +19,6 @@ only reads them. Otherwise it computes dweight in the memory that the forward ha
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -33,9 +32,9 @@ from torch._C._autograd import (
 from liger_ext import _C
 from liger_ext.ops._checks import REDUCTIONS, accumulator
 from liger_ext.ops._compile import flop_formula
-from liger_ext.ops._loss_arguments import NAMES, OPTIONS, LossArguments, matmul_dtype, select_options, wide_logits
+from liger_ext.ops._loss_arguments import NAMES, OPTIONS, LossArguments, matmul_dtype, wide_logits
 from liger_ext.ops._register import register, register_without_derivative
-from liger_ext.ops._schema import called_by_name, result_names
+from liger_ext.ops._schema import called_by_name, result_names, selector
 from liger_ext.ops.cross_entropy import fake_results
 
 _op = torch.ops.liger_ext.fused_linear_cross_entropy.default
@@ -48,10 +47,15 @@ _DEFERRED, _ACCUMULATED, _RECOMPUTED, _OVERLAID = map(
 
 RESULTS = result_names(_op)
 USER_RESULTS = RESULTS[: RESULTS.index("counts")]
-_SAVED = ("x", "weight", "target", "bias", "ce_weight", "temperature")
-_SAVED += "loss", "entropy", "counts", "saved", "dx", "dweight", "dbias"
+_SAVED = ("weight", "loss", "entropy", "x", "target", "bias", "ce_weight", "temperature")
+_SAVED += "counts", "saved", "dx", "dweight", "dbias"
+_FOR_BACKWARD = (*_SAVED, *OPTIONS)
+_select_saved = selector([*NAMES, *RESULTS], _SAVED[3:])
+_select_without_gradient = selector([*NAMES, *RESULTS], [n for n in RESULTS if n not in ("loss", "entropy")])
+_select_options = selector(NAMES, OPTIONS)
+_select_needs = selector(NAMES, ["need_dx", "need_dweight", "need_dbias"])
+_select_learned = selector(NAMES, ["x", "weight", "bias"])
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
-_select_without_gradient = operator.itemgetter(*(name for name in RESULTS if name not in ("loss", "entropy")))
 
 
 def autocast_dtype(device_type: str, x: Tensor, weight: Tensor) -> torch.dtype | None:
@@ -72,19 +76,19 @@ def _autocast(device_type, *values):
 
 def fake_loss_results(values, dtype):
     """Returns the results for users, loss to log_sum_sq, without data."""
-    x, rows = values["x"], values["x"].shape[0]
-    wanted = (values[name] for name in ("return_z_loss", "return_token_accuracy", "return_predicted_tokens"))
-    moments = (values[name] for name in ("return_entropy", "return_mean_logits", "return_log_sum_sq"))
+    x, rows = values.x, values.x.shape[0]
+    wanted = values.return_z_loss, values.return_token_accuracy, values.return_predicted_tokens
+    moments = values.return_entropy, values.return_mean_logits, values.return_log_sum_sq
     return (
-        *fake_results(x, rows, dtype, values["reduction"], *wanted),
+        *fake_results(x, rows, dtype, values.reduction, *wanted),
         *(x.new_empty(rows if moment else 0, dtype=dtype) for moment in moments),
     )
 
 
 def _fake(values):
-    x = values["x"]
-    acc = accumulator(matmul_dtype(x, values["weight"], values["compute_dtype"]))
-    saved = (x.new_empty(shape, dtype=_DTYPES[dtype]) for shape, dtype in _C.saved_tensors(*values.values()))
+    x = values.x
+    acc = accumulator(matmul_dtype(x, values.weight, values.compute_dtype))
+    saved = (x.new_empty(shape, dtype=_DTYPES[dtype]) for shape, dtype in _C.saved_tensors(*values))
     return *fake_loss_results(values, acc), *saved
 
 
@@ -104,31 +108,28 @@ def _fake_backward_in_place(x, weight, bias, compute_dtype, need_dx, need_dbias)
 
 
 def _setup_context(ctx, values):
-    for name in ("x", "weight", "bias"):
-        if ctx.needs_input_grad[NAMES.index(name)] and not values[f"need_d{name}"]:
+    needed = _select_learned(ctx.needs_input_grad)
+    for name, need, computed in zip(("x", "weight", "bias"), needed, _select_needs(values), strict=True):
+        if need and not computed:
             raise RuntimeError(
                 f"liger_ext::fused_linear_cross_entropy was called with need_d{name}=False, but {name} requires a "
                 f"gradient. Pass need_d{name}=True, or {name}.detach()"
             )
-    without_gradient = _select_without_gradient(values)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(
-        *without_gradient if values["return_entropy"] else (*without_gradient, values["entropy"])
+        *_select_without_gradient(values), *(() if values.return_entropy else (values.entropy,))
     )
-    saved = {name: values[name] for name in _SAVED}
     # The detached weight is saved, as torch's linear layers save a view: a new `.data` of the parameter before the
     # backward then has no effect. With DeepSpeed's ZeRO 3 (attribute ds_id) the parameter itself is saved: ZeRO 3
     # empties its parameters after the forward to save memory, and fills them again before the backward.
-    if not hasattr(saved["weight"], "ds_id"):
-        saved["weight"] = saved["weight"].detach()
-    if not values["return_entropy"]:
-        saved["loss"] = saved["entropy"] = None
-    ctx.save_for_backward(*saved.values())
-    dweight = values["dweight"]
+    weight = values.weight if hasattr(values.weight, "ds_id") else values.weight.detach()
+    for_entropy = (values.loss, values.entropy) if values.return_entropy else (None, None)
+    ctx.save_for_backward(weight, *for_entropy, *_select_saved(values))
+    dweight = values.dweight
     # The backward may overwrite dweight's memory only if no other code sees it, including the caller of the op.
     ctx.overwrites_dweight = getattr(ctx, "outputs_private", False) and dweight.numel() > 0 and is_private(dweight)
     # The options of the backward must be those of the forward, since the saved tensors depend on them.
-    ctx.options = select_options(values)
+    ctx.options = _select_options(values)
 
 
 def is_private(saved: Tensor) -> bool:
@@ -175,7 +176,7 @@ def scale_gradient(dloss: Tensor, temperature: Tensor | None, logit_scale: float
 def _backward(ctx, saved, dloss, dentropy):
     if dloss is None and dentropy is None:
         return {}
-    values = dict(zip((*_SAVED, *OPTIONS), (*saved, *ctx.options), strict=True))
+    values = dict(zip(_FOR_BACKWARD, (*saved, *ctx.options), strict=True))
     values["mix"] = None
     weight, temperature, dweight = values["weight"], values["temperature"], values["dweight"]
     if values["reduction"] == REDUCTIONS["none"]:  # a NaN in the gradient of an ignored row must not reach the sums
@@ -198,8 +199,9 @@ def _backward(ctx, saved, dloss, dentropy):
         dweight = dweight.view(weight.dtype)[: weight.numel()].view(weight.shape)
     else:
         dx, dweight, dbias = _backward_op(values)
-    gradients = {"x": dx, "weight": dweight, "bias": dbias}
-    return {name: g for name, g in gradients.items() if ctx.needs_input_grad[NAMES.index(name)]}
+    needed = _select_learned(ctx.needs_input_grad)
+    gradients = zip(("x", "weight", "bias"), (dx, dweight, dbias), needed, strict=True)
+    return {name: gradient for name, gradient, need in gradients if need}
 
 
 call_op = register(
@@ -222,11 +224,11 @@ def _matmul_flops(x, weight, matmuls) -> int:
 
 @flop_formula(torch.ops.liger_ext.fused_linear_cross_entropy)
 def _forward_flops(values) -> int:
-    x, weight, accumulated = values["x"], values["weight"], values["gradients"] == _ACCUMULATED
+    x, weight, accumulated = values.x, values.weight, values.gradients == _ACCUMULATED
     # With chunks of classes, the logits are computed twice: for their statistics, and for their gradient.
-    again = accumulated and values["chunk_classes"] < weight.shape[0]
-    _, _, (dx, _), _, _ = _C.saved_tensors(*values.values())
-    return _matmul_flops(x, weight, 1 + again + (len(dx) == 2) + (values["need_dweight"] and accumulated))
+    again = accumulated and values.chunk_classes < weight.shape[0]
+    _, _, (dx, _), _, _ = _C.saved_tensors(*values)
+    return _matmul_flops(x, weight, 1 + again + (len(dx) == 2) + (values.need_dweight and accumulated))
 
 
 @flop_formula(torch.ops.liger_ext.fused_linear_cross_entropy_backward)

@@ -25,7 +25,7 @@ from liger_ext.ops._checks import (
     shape_text,
 )
 from liger_ext.ops._fused_linear_op import USER_RESULTS, autocast_dtype, call_op
-from liger_ext.ops._loss_arguments import FLOATS, NAMES, Call, LossArguments, matmul_dtype, without_data
+from liger_ext.ops._loss_arguments import FLOATS, Call, matmul_dtype, with_defaults, without_data
 from liger_ext.ops._loss_devices import device_index
 from liger_ext.ops._loss_plan import Plan, plan, shard_rows
 from liger_ext.ops._sharded_vocabulary import is_dtensor, local_tensors, sharded_loss
@@ -55,7 +55,7 @@ def fused_loss(
     """Checks the arguments, calls the op, and returns its results for all rows of x, flattened: first loss, z_loss,
     token_accuracy, predicted_tokens, entropy, mean_logits and log_sum_sq. ``op``: the public function's name, for
     errors. ``temperature``: ``(rows,)``. ``options``: further arguments of the op."""
-    values = dict(zip(NAMES, LossArguments(x, weight, target, ignore_index=ignore_index, **options), strict=True))
+    values = with_defaults(x=x, weight=weight, target=target, ignore_index=ignore_index, **options)
     softcap = values["softcap"]
     check_tensors(op, x=x, weight=weight, target=target)
     check_integer(op, ignore_index=ignore_index)

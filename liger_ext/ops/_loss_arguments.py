@@ -5,7 +5,6 @@ The trace (csrc/trace) runs the op on the arguments of such a call, and ``_loss_
 
 from __future__ import annotations
 
-import operator
 from collections import namedtuple
 from typing import Any, NamedTuple
 
@@ -28,7 +27,6 @@ def _names_by_type(type_name: str) -> list[str]:
 
 TENSORS = _names_by_type("Tensor")
 OPTIONS = [name for name in NAMES if name not in TENSORS]
-select_options = operator.itemgetter(*OPTIONS)
 
 FLOATS, _FLAGS = _names_by_type("float"), _names_by_type("bool")
 # The op gives these shapes to its tensors.
@@ -45,10 +43,13 @@ class Layout(NamedTuple):
     readable: bool = True
 
 
+_OTHER = 0.5  # a float option that differs from its default
+
+
 @assume_constant_result
 def _constant(name: str, differs: bool) -> Any:
-    """Returns an option's default, or a number that stands for all others. A graph stores it as a constant."""
-    return 0.5 if differs else _C.loss_defaults[name]
+    """Returns an option's default or ``_OTHER``. A graph stores it as a constant."""
+    return _OTHER if differs else _C.loss_defaults[name]
 
 
 def matmul_dtype(x: Tensor, weight: Tensor, compute_dtype: torch.dtype | None) -> torch.dtype:
@@ -78,6 +79,14 @@ class LossArguments(_Fields):
         return self._replace(**found)
 
 
+_DEFAULTS = LossArguments(None, None, None)._asdict()
+
+
+def with_defaults(**values: Any) -> dict[str, Any]:
+    """Returns the op's arguments in their order. A graph must not read the defaults of floats from a global."""
+    return LossArguments(**values)._asdict() if torch.compiler.is_compiling() else _DEFAULTS | values
+
+
 def without_data(values: dict[str, Any]) -> LossArguments:
     """Returns the hashable arguments on which a plan depends: a Layout for each tensor; and for each float option only
     whether it differs from its default, so that a call with an annealed option is planned once. A graph ignores copies,
@@ -90,14 +99,17 @@ def without_data(values: dict[str, Any]) -> LossArguments:
             readable = (
                 in_graph or t.is_contiguous() or (t.dim() == 2 and t.stride(1) == 1 and t.stride(0) >= t.shape[1])
             )
-            found[name] = Layout(tuple(t.shape), t.dtype, readable)
+            found[name] = Layout(t.shape, t.dtype, readable)
     for name in FLOATS:
-        value = values[name]
-        if value is not None:
-            found[name] = _constant(name, condition_holds(value != _C.loss_defaults[name]))
+        value, default = values[name], _C.loss_defaults[name]
+        if type(value) is float and not in_graph:  # fast
+            found[name] = value if value == default else _OTHER
+        elif value is not None:
+            found[name] = _constant(name, condition_holds(value != default))
     for name in _FLAGS:
-        found[name] = bool(values[name])
-    return LossArguments(*found.values())
+        if type(values[name]) is not bool:
+            found[name] = bool(values[name])
+    return LossArguments._make(found.values())
 
 
 class Call(NamedTuple):

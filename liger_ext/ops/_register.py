@@ -47,7 +47,7 @@ def register(
     the op with the least overhead.
 
     The functions below name what they read by their parameters (``_schema.py``). The only one may be ``values``,
-    a dict of all.
+    a named tuple of all.
 
     ``fake``, ``fake_backward``: parameters are arguments of the op, or of the backward op. By default each gradient has
     the shape and dtype of its argument, or is empty if it is not needed.

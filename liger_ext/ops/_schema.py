@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,10 +43,11 @@ def selector(names: Sequence[str], wanted: Sequence[str]) -> Callable[[Sequence[
 def with_names(function: Callable, names: Sequence[str], first: int = 0) -> Callable:
     """Returns a function of values named ``names`` and of ``first`` further arguments. It calls ``function`` with the
     further arguments and then with the values that its other parameters name, or, if its only other parameter is
-    ``values``, with a dict of all values."""
+    ``values``, with a named tuple of all values."""
     parameters = list(inspect.signature(function).parameters)[first:]
     if parameters == ["values"]:
-        return lambda values, *others: function(*others, dict(zip(names, values, strict=True)))
+        named = namedtuple("Values", names)._make
+        return lambda values, *others: function(*others, named(values))
     select = selector(names, parameters)
     return lambda values, *others: function(*others, *select(values))
 

@@ -252,12 +252,12 @@ def _fake_statistics(
 
 
 def _fake_losses(values):
-    x = values["x"]
-    acc = accumulator(matmul_dtype(x, values["weight"], values["compute_dtype"]))
+    x = values.x
+    acc = accumulator(matmul_dtype(x, values.weight, values.compute_dtype))
     return (
         *fake_loss_results(values, acc),
         x.new_empty(_C.cross_entropy_counts, dtype=acc),
-        x.new_empty(_C.gradient_state_size(x.shape[0], values["use_token_scaling"]), dtype=acc),
+        x.new_empty(_C.gradient_state_size(x.shape[0], values.use_token_scaling), dtype=acc),
     )
 
 
