@@ -1,9 +1,9 @@
 # Builds the C++ code that Python calls: liger_ext_plans (device profiles and launch plans), which is free of Python, and over it
 # liger_ext._C, one small module for each Python. Both are free of torch. So they also work if torch's libraries do not load. First the
-# trace: the ops of the fused loss, compiled for tensors without data.
+# trace: ops, compiled for tensors without data.
 file(GLOB trace_sources CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/csrc/trace/*.cpp")
-set(traced_ops tensor loss head row_sum fused_linear fused_linear_cross_entropy)
-list(TRANSFORM traced_ops REPLACE "(.+)" "${CMAKE_SOURCE_DIR}/csrc/ops/\\1.cpp")
+set(traced_ops ${LIGER_OPS})
+list(FILTER traced_ops EXCLUDE REGEX "/(torch|boxed)[.]cpp$")
 add_library(liger_trace OBJECT ${trace_sources} ${traced_ops})
 target_include_directories(liger_trace PRIVATE csrc)
 target_compile_definitions(liger_trace PRIVATE LIGER_BACKEND=trace LIGER_IS_GPU=0 LIGER_IS_TRACE=1)

@@ -22,6 +22,6 @@ target_compile_definitions(liger_torch INTERFACE TORCH_TARGET_VERSION=0x020b0000
 find_library(LIGER_TORCH_CPU_LIBRARY torch_cpu PATHS "${LIGER_TORCH_LIB}" NO_DEFAULT_PATH REQUIRED)
 target_link_libraries(liger_torch INTERFACE "${LIGER_TORCH_CPU_LIBRARY}")
 
-# The op files: tensors in, tensors out. Compiled once for the CPU library and the host target, and once for the GPU libraries; the fused
-# loss's also for the trace (Python.cmake).
+# The op files: tensors in, tensors out. Compiled once for the CPU library and the host target, once for the GPU libraries, and
+# once for the trace (Python.cmake).
 file(GLOB LIGER_OPS CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/csrc/ops/*.cpp")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from op_plans import OPS, plans
 
 from liger_ext import _C, _devices
 from liger_ext.records import RECORDS, InputFactory, Size
@@ -18,8 +19,8 @@ from liger_ext.records import RECORDS, InputFactory, Size
 # Ops whose backward sums columns in persistent blocks.
 NORMS = [
     name.removesuffix("_backward")
-    for name in _C.planned_ops()
-    if any(launch.kernel == "NormBackwardRegisters" for launch in _C.plans(name, _C.profile("H200"), 8192, 64))
+    for name in OPS
+    if any(launch.kernel == "NormBackwardRegisters" for launch in plans(name, _C.profile("H200"), 8192, 64))
 ]
 # Ops that read every row of a matrix; of these, the ops that run in clusters of blocks.
 ROW_OPS = [

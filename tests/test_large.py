@@ -4,9 +4,10 @@ and the memory between them is never touched; on a GPU, most tensors have all th
 import pytest
 import torch
 from cases import normal, random_targets
+from op_plans import plans
 from ops import LARGE
 
-from liger_ext import _C, _devices
+from liger_ext import _devices
 from liger_ext import functional as F
 
 FAR = 2**30 + 8  # distance of two rows: the third row starts past 2^31 elements
@@ -114,8 +115,8 @@ def test_rope_in_two_launches(free_memory):
     """A launch has fewer than 2^31 threads; here a position takes two threads, and there are more than 2^30
     positions."""
     batch, seq = 2**15 + 1, 2**15
-    plans = _C.plans("rope", _devices.running_profile(0), batch * seq, 2, q_heads=1, k_heads=1)
-    assert [launch.rows for launch in plans] == [2**30 - 64, batch * seq - 2**30 + 64]
+    launches = plans("rope", _devices.running_profile(0), batch * seq, 2, q_heads=1, k_heads=1)
+    assert [launch.rows for launch in launches] == [2**30 - 64, batch * seq - 2**30 + 64]
     one = [normal(1, 1, seq, 2, dtype=torch.bfloat16, device="cuda", seed=s) for s in (0, 1)]
     angle = torch.rand(1, seq, 2, device="cuda")
     tables = angle.cos(), angle.sin()

@@ -2,6 +2,7 @@
 than a block may have. The profiles are consistent, and found by name."""
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -178,10 +179,13 @@ def test_clusters_of_the_reference_profiles_are_the_least_there_can_be():
         assert device.resident_clusters == [least(device.multiprocessors, groups, largest, 1 << i) for i in range(4)]
 
 
-def test_plans_of_an_unknown_op_dtype_or_fact():
-    with pytest.raises(ValueError, match=r"'norm'; known: .*rms_norm, "):
-        _C.plans("norm", _C.profile("T4"), 1, 1)
-    with pytest.raises(ValueError, match="'float64', expected float32"):
-        _C.plans("rms_norm", _C.profile("T4"), 1, 1, "float64")
-    with pytest.raises(ValueError, match=r"depend on 'q_head'; known: .*k_heads, .*q_heads"):
-        _C.plans("rope", _C.profile("T4"), 1, 128, q_head=8)
+def test_plans_of_an_unknown_op_or_wrong_arguments():
+    arguments = ((1, 8), torch.bfloat16, (8, 1), 0), None, 1e-6, 0.0, 0
+    device = _C.profile("T4")
+    assert len(_C.plans("rms_norm", device, arguments)) == 1
+    with pytest.raises(ValueError, match=r"no op is called 'norm'; known: .*rms_norm, "):
+        _C.plans("norm", device, arguments)
+    with pytest.raises(ValueError, match="the op has 5 arguments, not 4"):
+        _C.plans("rms_norm", device, arguments[:4])
+    with pytest.raises(ValueError, match=r"x has dtype torch\.float64, expected float32"):
+        _C.plans("rms_norm", device, (((1, 8), torch.float64, (8, 1), 0), *arguments[1:]))

@@ -24,8 +24,6 @@ def example(record, dtype=torch.float32):
 
 def test_every_op_has_a_record():
     assert set(functional.__all__) - NOT_OPS == set(RECORDS)
-    planned = {f"{record.kernels}{suffix}" for record in RECORDS.values() for suffix in ("", "_backward")}
-    assert set(_C.planned_ops()) == planned | {"stream_copy", "dequantize_4bit", "seeded_dropout"}
 
 
 @pytest.mark.parametrize("record", sorted(Path(records.__path__[0]).glob("[a-z]*.py")), ids=lambda path: path.stem)

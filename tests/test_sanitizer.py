@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases import differentiable_outputs, gradients, normal, random_targets, tensor_leaves
 from gpu_paths import HIDDEN, ROW_OPS, WATCHED, arguments, machine_profile, wraps
+from op_plans import plans
 from ops import EXAMPLES, IDS
 
 from liger_ext import _C
@@ -79,7 +80,7 @@ def planned_kernels(profile):
     ops = (*ROW_OPS, "fused_linear_cross_entropy")
     for op, rows, cols, dtype in itertools.product(ops, (1, 40, 300, 65_536), lengths, ("bfloat16", "float32")):
         for planned in (op, f"{op}_backward"):
-            for launch in _C.plans(planned, profile, rows, cols, dtype, bias=True, hidden=HIDDEN):
+            for launch in plans(planned, profile, rows, cols, dtype, bias=True, hidden=HIDDEN):
                 if key := watched(op, launch):
                     yield key
 

@@ -215,7 +215,7 @@ def test_measured_rates_are_the_fused_losss(file, installed, monkeypatch):
     """Only for this GPU; another GPU has the rates of its data sheet."""
     keep(rates=RATES)
     _tuned.load()
-    used, others = (gpu(monkeypatch, profile) for profile in (H200, _C.profile("A100")))
+    used, others = (gpu(monkeypatch, profile) for profile in (_C.profile("H200"), _C.profile("A100")))
     used_rates, others_rates = (_loss_devices.DEVICES[device].rates for device in (used, others))
     assert all(getattr(used_rates, name) == value for name, value in list(vars(RATES).items())[2:])
     assert used_rates.measured and not others_rates.measured

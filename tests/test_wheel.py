@@ -48,7 +48,7 @@ file = next(f for f in glob.glob(sys.argv[1] + "/_C.*") if ".cpython-%d%d-" % sy
 spec = importlib.util.spec_from_file_location("liger_ext._C", file)
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-print(len(module.plans("rms_norm", module.profile("H200"), 8192, 4096)), "plans")
+print(len(module.plans("stream_copy", module.profile("H200"), (((8, 8), "torch.float32", (8, 1), 0), 4))), "plans")
 """
 
 

@@ -1,5 +1,6 @@
-// Passes an op's arguments as one struct. The op's schema (schemas.h) selects the struct's members by name at compile time, so that neither
-// the order nor the number of arguments stands in another place. A name without a member is a compile error.
+// Runs an op behind the check of its arguments (checked), and passes an op's arguments as one struct. The op's schema (schemas.h) selects
+// the struct's members by name at compile time, so that neither the order nor the number of arguments stands in another place. A name
+// without a member is a compile error.
 //
 // Struct::members is a tuple of Member{"name", &Struct::member}; the name is that of the schemas.
 #pragma once
@@ -57,5 +58,28 @@ struct NamedArguments<function, schema, std::index_sequence<index...>> {
     return named;
   }
 };
+
+// Runs the check of an op's arguments (csrc/checks), then the op.
+template <auto op, auto check> struct Checked;
+template <class Result, class... Args, Result (*op)(Args...), auto check> struct Checked<op, check> {
+  static Result run(Args... args) {
+    check(args...);
+    return op(std::move(args)...);
+  }
+};
+
+// The same for an op that takes its arguments as a struct.
+template <auto op, auto check> struct CheckedNamed;
+template <class Result, class Struct, Result (*op)(const Struct&), auto check> struct CheckedNamed<op, check> {
+  static Result run(const Struct& named) {
+    check(named);
+    return op(named);
+  }
+};
+
+template <auto op, auto check, const auto&... schema> consteval auto checked() {
+  if constexpr (sizeof...(schema) == 0) return &Checked<op, check>::run;
+  else return &NamedArguments<&CheckedNamed<op, check>::run, schema...>::run;
+}
 
 }  // namespace liger

@@ -5,7 +5,6 @@
 #include "gpu/column_sum.h"
 
 #include "gpu/platform.h"
-#include "launch/elementwise.h"
 
 namespace liger::gpu {
 namespace {
@@ -70,11 +69,9 @@ template <int VEC> struct SumColumns {
 
 }  // namespace
 
-void sum_columns(const PartialSums& partial, ColumnTotals totals, Stream stream) {
+void sum_columns(const launch::Launch& config, const PartialSums& partial, ColumnTotals totals, Stream stream) {
   for (ColumnTotal* total : {&totals.first, &totals.second})
     if (total->out.data == nullptr) total->cols = 0;
-  if (totals.first.cols + totals.second.cols == 0) return;
-  const launch::Launch config = launch::sum_columns(device_profile(stream.device), partial.rows, totals.first.cols, totals.second.cols);
   const int width = config.plan.threads_per_row * config.plan.vec;
   with_instance<launch::sum_columns_kernel>(config, [&]<Instance I>() {
     launch<SumColumns<I.vec>>(config, {partial, totals, launch::ceil_div(totals.first.cols, width), width}, stream);

@@ -5,6 +5,7 @@
 #pragma once
 #include "gpu/device.h"
 #include "kernels/types.h"
+#include "launch/elementwise.h"
 
 namespace liger::gpu {
 
@@ -23,6 +24,7 @@ struct ColumnTotal {
 struct ColumnTotals {
   ColumnTotal first, second;
 };
-void sum_columns(const PartialSums& partial, ColumnTotals totals, Stream stream);
+// config: from launch::sum_columns, for the numbers of columns of these totals.
+void sum_columns(const launch::Launch& config, const PartialSums& partial, ColumnTotals totals, Stream stream);
 
 }  // namespace liger::gpu

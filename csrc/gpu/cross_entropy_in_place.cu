@@ -154,11 +154,12 @@ void cross_entropy_in_place(const CrossEntropyInPlace& op, Stream stream) {
 }
 
 bool cross_entropy_takes_chunks(const CrossEntropyInChunks& op, Stream stream) {
-  return launch::op_launch(device_profile(stream.device), op).has_value();
+  return launch::op_launches(device_profile(stream.device), op).size() > 0;
 }
 
 void cross_entropy_in_chunks(const CrossEntropyInChunks& op, Stream stream) {
-  const launch::Launch config = launch::op_launch(device_profile(stream.device), op).value();
+  const launch::Launches launches = launch::op_launches(device_profile(stream.device), op);
+  const launch::Launch& config = *launches.begin();
   if (config.is(launch::in_place_tokens)) return log_probs_in_place(op, config, stream);
   const HeldChunksArgs args = held_chunks_args(op, config, stream);
   dispatch(op.row.logits.dtype, [&](auto tag) {

@@ -59,10 +59,8 @@ template <class T, int VEC> struct Dequantize4bitKernel {
 }  // namespace
 
 void dequantize_4bit(const Dequantize4bit& a, Stream stream) {
-  const bool are_aligned = aligned(a.out, a.cols) && reinterpret_cast<uintptr_t>(a.packed) % 4 == 0;
-  const int vec = are_aligned ? int(16 / dtype_bytes(a.out.dtype)) : 1;
-  const launch::Launch config = launch::dequantize_4bit(device_profile(stream.device), a.rows, a.cols, vec);
-  const bool one_scale = vec > 1 && a.blocksize >= 64 && (a.rows == 1 || a.cols % 64 == 0);
+  const launch::Launch config = launch::op_launch(device_profile(stream.device), a);
+  const bool one_scale = config.instance.vec > 1 && a.blocksize >= 64 && (a.rows == 1 || a.cols % 64 == 0);
   dispatch(a.out.dtype, [&](auto tag) {
     using T = decltype(tag);
     with_instance<launch::dequantize_4bit_kernel, fits<T>>(config, [&]<Instance I>() {

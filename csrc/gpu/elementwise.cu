@@ -171,23 +171,25 @@ void fill_rows(const FillRows& op, Stream stream) {
   });
 }
 
-int64_t column_sum_workspace(const ColumnSum& op, Stream stream) {
-  return launch::column_sum_bytes(launch::op_launch(device_profile(stream.device), op));
-}
+int64_t column_sum_workspace(const ColumnSum& op, Stream stream) { return launch::workspace_bytes(device_profile(stream.device), op); }
 
 void column_sum(const ColumnSum& op, Stream stream) {
-  if (op.cols == 0) return;
-  const launch::Launch config = launch::op_launch(device_profile(stream.device), op);
   auto* partial = static_cast<float*>(op.workspace);
-  const int64_t parts = config.plan.partial_rows, stride = launch::round_up(op.cols, width);
-  dispatch(op.in.dtype, [&](auto tag) {
-    with_instance<launch::partial_columns_kernel>(config, [&]<Instance I>() {
-      launch<PartialColumns<decltype(tag), I.vec>>(
-          config, {op.rows, op.cols, launch::ceil_div(op.rows, parts), config.plan.grid / parts, op.in, op.row_scale, partial, stride},
-          stream);
+  const int64_t stride = launch::round_up(op.cols, width);
+  for (const launch::Launch& config : launch::op_launches(device_profile(stream.device), op)) {
+    const int64_t parts = config.plan.partial_rows;
+    if (config.is(launch::sum_columns_kernel)) {
+      sum_columns(config, {partial, config.rows, stride}, {{0, op.cols, {op.sum, Dtype::f32}, op.accumulate}, {}}, stream);
+      continue;
+    }
+    dispatch(op.in.dtype, [&](auto tag) {
+      with_instance<launch::partial_columns_kernel>(config, [&]<Instance I>() {
+        launch<PartialColumns<decltype(tag), I.vec>>(
+            config, {op.rows, op.cols, launch::ceil_div(op.rows, parts), config.plan.grid / parts, op.in, op.row_scale, partial, stride},
+            stream);
+      });
     });
-  });
-  sum_columns({partial, parts, stride}, {{0, op.cols, {op.sum, Dtype::f32}, op.accumulate}, {}}, stream);
+  }
 }
 
 void scalar_product(const ScalarProduct& op, Stream stream) {

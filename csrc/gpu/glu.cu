@@ -127,18 +127,16 @@ template <class T, int VEC, Activation A, bool WithH> struct GluBackwardKernel {
 template <class T, int VEC, Activation A> using GluGradients = GluBackwardKernel<T, VEC, A, false>;
 template <class T, int VEC, Activation A> using GluGradientsAndH = GluBackwardKernel<T, VEC, A, true>;
 
-// Launches Kernel<T, VEC, A> for the dtype, alignment and activation of `a`. tensors: all tensors of `a`.
-template <template <class, int, Activation> class Kernel, const launch::Kernel& Instances, class Glu, class... Tensors>
-void start(const Glu& a, Stream stream, const Tensors&... tensors) {
+// Launches Kernel<T, VEC, A> for the dtype, alignment and activation of `a`.
+template <template <class, int, Activation> class Kernel, const launch::Kernel& Instances, class Glu>
+void start(const Glu& a, Stream stream) {
   if (a.rows == 0 || a.cols == 0) return;
-  const auto [vec, contiguous] = elementwise(a.rows, a.cols, a.gate.dtype, tensors...);
-  const bool silu = a.activation == Activation::silu;
-  const launch::Launch config = launch::glu(device_profile(stream.device), Instances, silu, a.rows, a.cols, vec, contiguous);
+  const launch::Launch config = launch::op_launch(device_profile(stream.device), a);
   const Tiles tiles(config);
   dispatch(a.gate.dtype, [&](auto tag) {
     using T = decltype(tag);
     with_instance<Instances, fits<T>>(config, [&]<Instance I>() {
-      if (silu) launch<Kernel<T, I.vec, Activation::silu>>(config, {tiles, a}, stream);
+      if (a.activation == Activation::silu) launch<Kernel<T, I.vec, Activation::silu>>(config, {tiles, a}, stream);
       else if (a.activation == Activation::gelu) launch<Kernel<T, I.vec, Activation::gelu>>(config, {tiles, a}, stream);
       else launch<Kernel<T, I.vec, Activation::gelu_tanh>>(config, {tiles, a}, stream);
     });
@@ -147,10 +145,10 @@ void start(const Glu& a, Stream stream, const Tensors&... tensors) {
 
 }  // namespace
 
-void glu_forward(const GluForward& a, Stream stream) { start<GluForwardKernel, launch::glu_forward>(a, stream, a.gate, a.up, a.h); }
+void glu_forward(const GluForward& a, Stream stream) { start<GluForwardKernel, launch::glu_forward>(a, stream); }
 void glu_backward(const GluBackward& a, Stream stream) {
-  if (a.h.data) start<GluGradientsAndH, launch::glu_backward>(a, stream, a.dh, a.gate, a.up, a.dgate, a.dup, a.h);
-  else start<GluGradients, launch::glu_backward>(a, stream, a.dh, a.gate, a.up, a.dgate, a.dup);
+  if (a.h.data) start<GluGradientsAndH, launch::glu_backward>(a, stream);
+  else start<GluGradients, launch::glu_backward>(a, stream);
 }
 
 }  // namespace liger::gpu

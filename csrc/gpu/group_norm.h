@@ -13,13 +13,13 @@ struct GroupNormRow {
   Divisor by_channel;  // divides a column by `channel`; for rows that registers hold
   float inverse_cols;
 
-  explicit GroupNormRow(const launch::GroupNormRows& shape)
-      : cols(shape.cols),
+  explicit GroupNormRow(const GroupNormShape& shape)
+      : cols(shape.cols()),
         channel(shape.channel),
-        channels(shape.cols / shape.channel),
+        channels(shape.channels),
         groups(shape.groups),
         by_channel(shape.channel < INT32_MAX ? shape.channel : INT32_MAX),
-        inverse_cols(1 / float(shape.cols)) {}
+        inverse_cols(1 / float(shape.cols())) {}
   LIGER_DEVICE int64_t sample(int64_t row) const { return quotient(row, groups); }
   // The number of the row's first channel in its sample.
   LIGER_DEVICE int64_t first_channel(int64_t row) const { return (row - sample(row) * groups) * channels; }

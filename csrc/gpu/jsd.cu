@@ -156,21 +156,12 @@ JsdArgs jsd_arguments(const JsdRows& in, const launch::LaunchPlan& plan) {
   return {in, math::JsdWeights<float>(in.beta), math::divergence_kind(in.beta), plan.threads_per_row};
 }
 
-// Returns the elements per access: 16 bytes of them if the rows of all tensors have the same offset modulo 16 bytes, else 1.
-int access_elements(const JsdRows& in, std::initializer_list<Rows> others) {
-  require(in.vocab <= int64_t{1} << 30, "jsd: log_q has ", in.vocab, " columns, vocab_size, more than the GPU kernels address (2^30)");
-  for (const Rows& other : others)
-    if (!equally_aligned(in.log_q, other)) return 1;
-  return 16 / int(dtype_bytes(in.log_q.dtype));
-}
-
 }  // namespace
 
 void jsd_forward(const JsdForward& op, Stream stream) {
+  const launch::Launch config = launch::op_launch(device_profile(stream.device), op);
   dispatch(op.in.log_q.dtype, [&](auto tag) {
     using T = decltype(tag);
-    const launch::Launch config =
-        launch::jsd_forward(device_profile(stream.device), op.in.rows, op.in.vocab, int(sizeof(T)), access_elements(op.in, {op.in.log_p}));
     with_instance<launch::jsd_forward_kernel, fits<T>>(config, [&]<Instance I>() {
       launch<JsdForwardKernel<T, I.vec>>(
           config, {jsd_arguments(op.in, config.plan), static_cast<float*>(op.losses), static_cast<float*>(op.counts)}, stream);
@@ -179,11 +170,9 @@ void jsd_forward(const JsdForward& op, Stream stream) {
 }
 
 void jsd_backward(const JsdBackward& op, Stream stream) {
-  const Rows out{op.dlog_q.data, op.dlog_q.stride, op.dlog_q.dtype};
+  const launch::Launch config = launch::op_launch(device_profile(stream.device), op);
   dispatch(op.in.log_q.dtype, [&](auto tag) {
     using T = decltype(tag);
-    const launch::Launch config =
-        launch::jsd_backward(device_profile(stream.device), op.in.rows, op.in.vocab, access_elements(op.in, {op.in.log_p, out}));
     with_instance<launch::jsd_backward_kernel, fits<T>>(config, [&]<Instance I>() {
       launch<JsdBackwardKernel<T, I.vec>>(
           config, {Tiles(config), jsd_arguments(op.in, config.plan), static_cast<const float*>(op.counts), op.grad, op.dlog_q}, stream);

@@ -9,24 +9,8 @@
 
 namespace liger::gpu {
 
-// Returns the elements per access: 8 for 16-bit tensors, 4 if dy, z or dsum is fp32, 1 where rows are not aligned.
-inline int norm_backward_vec(const NormBackwardArgs& a) {
-  const bool wide =
-      aligned(a.dy, a.cols) && aligned(a.dsum, a.cols) && aligned(a.z, a.cols) && aligned(a.dz, a.cols) && aligned(a.weight, a.cols);
-  const bool any_f32 = a.z.dtype == Dtype::f32 || a.dy.dtype == Dtype::f32 || (a.dsum.data && a.dsum.dtype == Dtype::f32);
-  const int vec = any_f32 ? 4 : 8;
-  return wide && a.cols % vec == 0 ? vec : 1;
-}
-inline bool norm_backward_mixed(const NormBackwardArgs& a) { return a.dy.dtype != a.z.dtype || (a.dsum.data && a.dsum.dtype != a.z.dtype); }
-
-// The workspace: row_means and, if dweight or dbias is computed, the partial rows behind them. The size is enough for any alignment of the
-// tensors.
-inline int64_t row_means_floats(int64_t rows) { return launch::round_up(2 * rows, 4); }
-template <bool Centered> int64_t norm_backward_workspace(const NormBackward<Centered>& a, Stream stream) {
-  int64_t floats = row_means_floats(a.rows);
-  if (a.dweight.data || a.dbias.data)
-    floats += launch::norm_partial_rows(device_profile(stream.device), a.rows, a.cols, Centered) * a.cols * (Centered ? 2 : 1);
-  return floats * int64_t{sizeof(float)};
+template <bool Centered> int64_t norm_backward_workspace(const NormBackward<Centered>& op, Stream stream) {
+  return launch::workspace_bytes(device_profile(stream.device), op);
 }
 
 template <bool Centered> void norm_backward(const NormBackward<Centered>& op, Stream stream) {
@@ -43,45 +27,42 @@ template <bool Centered> void norm_backward(const NormBackward<Centered>& op, St
                      op.dbias,
                      float(op.offset)};
   a.row_means = static_cast<float*>(op.workspace);
-  const bool parameters = a.dweight.data || a.dbias.data;
-  if (parameters) a.partial = a.row_means + row_means_floats(a.rows);
-  const bool frozen = !parameters && a.weight.data && a.weight.dtype == a.z.dtype;
+  if (a.dweight.data || a.dbias.data) a.partial = a.row_means + launch::row_means_floats(a.rows);
   a.inverse_cols = 1.0f / float(a.cols);
-  const launch::NormBackwardLaunches config =
-      launch::norm_backward(device_profile(stream.device), a.rows, a.cols, norm_backward_vec(a),
-                            {.centered = Centered, .mixed = norm_backward_mixed(a), .frozen = frozen, .inputs = a.dsum.data ? 3 : 2});
-  const launch::Launch& main = config.main;
-  const launch::LaunchPlan& plan = main.plan;
-  if (main.is(launch::norm_backward_tiles)) {
-    a.rows_per_block = launch::ceil_div(a.rows, plan.partial_rows);
-    if (a.dz.data)
-      with_instance<launch::norm_backward_means>(
-          config.means, [&]<Instance I>() { launch<NormBackwardMeans<I.vec, Centered>>(config.means, a, stream); });
-    with_instance<launch::norm_backward_tiles>(main, [&]<Instance I>() { launch<NormBackwardTiles<I.vec, Centered>>(main, a, stream); });
-  } else {
+  for (const launch::Launch& config : launch::op_launches(device_profile(stream.device), op)) {
+    const launch::LaunchPlan& plan = config.plan;
+    if (config.is(launch::sum_columns_kernel)) {
+      sum_columns(config, {a.partial, config.rows, Centered ? 2 * a.cols : a.cols}, {{0, a.cols, a.dweight}, {a.cols, a.cols, a.dbias}},
+                  stream);
+      continue;
+    }
     a.threads_per_row = plan.threads_per_row;
-    if (main.is(launch::norm_backward_few)) a.tile_blocks = launch::few_tiles(a.cols, main.instance);
+    if (config.is(launch::norm_backward_few)) a.tile_blocks = launch::few_tiles(a.cols, config.instance);
+    if (config.is(launch::norm_backward_tiles)) a.rows_per_block = launch::ceil_div(a.rows, plan.partial_rows);
     a.stages = plan.stages;
     a.ring_offset = plan.shared_offset;
     a.row_step = int64_t{plan.grid / plan.cluster} * std::max(1, plan.block / plan.threads_per_row);
     dispatch(a.z.dtype, [&](auto tag) {
       using T = decltype(tag);
-      if (main.is(launch::norm_backward_few))
+      if (config.is(launch::norm_backward_means))
+        with_instance<launch::norm_backward_means>(config,
+                                                   [&]<Instance I>() { launch<NormBackwardMeans<I.vec, Centered>>(config, a, stream); });
+      else if (config.is(launch::norm_backward_tiles))
+        with_instance<launch::norm_backward_tiles>(config,
+                                                   [&]<Instance I>() { launch<NormBackwardTiles<I.vec, Centered>>(config, a, stream); });
+      else if (config.is(launch::norm_backward_few))
         with_instance<launch::norm_backward_few, fits<T>>(
-            main, [&]<Instance I>() { launch<NormBackwardFew<T, I.vec, I.k, I.threads, Centered>>(main, a, stream); });
-      else if (main.is(launch::norm_backward_rows))
+            config, [&]<Instance I>() { launch<NormBackwardFew<T, I.vec, I.k, I.threads, Centered>>(config, a, stream); });
+      else if (config.is(launch::norm_backward_rows))
         with_instance<launch::norm_backward_rows, fits<T>>(
-            main, [&]<Instance I>() { launch<NormBackwardRows<T, I.vec, I.k, Centered>>(main, a, stream); });
+            config, [&]<Instance I>() { launch<NormBackwardRows<T, I.vec, I.k, Centered>>(config, a, stream); });
       else
-        with_instance<launch::norm_backward_registers, fits<T>>(main, [&]<Instance I>() {
-          if (a.dsum.data == nullptr) launch<NormBackwardRegisters<T, I.vec, I.k, I.threads, Centered, false>>(main, a, stream);
-          else if constexpr (!Centered) launch<NormBackwardRegisters<T, I.vec, I.k, I.threads, false, true>>(main, a, stream);
+        with_instance<launch::norm_backward_registers, fits<T>>(config, [&]<Instance I>() {
+          if (a.dsum.data == nullptr) launch<NormBackwardRegisters<T, I.vec, I.k, I.threads, Centered, false>>(config, a, stream);
+          else if constexpr (!Centered) launch<NormBackwardRegisters<T, I.vec, I.k, I.threads, false, true>>(config, a, stream);
         });
     });
   }
-  if (plan.partial_rows == 0) return;
-  const PartialSums sums{a.partial, plan.partial_rows, Centered ? 2 * a.cols : a.cols};
-  sum_columns(sums, {{0, a.cols, a.dweight}, {a.cols, Centered ? a.cols : 0, a.dbias}}, stream);
 }
 
 }  // namespace liger::gpu

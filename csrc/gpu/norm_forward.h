@@ -350,33 +350,28 @@ template <bool Centered> void norm_forward(const NormForward<Centered>& op, Stre
                     float(op.eps),
                     float(op.offset),
                     op.round_normalized};
-  if (a.rows == 0 || a.cols == 0) return;
-  const bool wide = aligned(a.x, a.cols) && aligned(a.residual, a.cols) && aligned(a.sum, a.cols) && aligned(a.y, a.cols) &&
-                    aligned(a.weight, a.cols) && aligned(a.bias, a.cols);
-  const int wide_vec = 16 / int(dtype_bytes(a.y.dtype)), vec = wide && a.cols % wide_vec == 0 ? wide_vec : 1;
-  const auto has_dtype = [&](const Vector& parameter) { return parameter.data && parameter.dtype == a.y.dtype; };
-  const bool same_dtype = vec > 1 && has_dtype(a.weight) && (!Centered || has_dtype(a.bias));
-  const NormForwardKind kind{.centered = Centered, .residual = a.residual.data != nullptr, .same_dtype = same_dtype};
-  const launch::Launch config = launch::norm_forward(device_profile(stream.device), a.rows, a.cols, vec, kind);
   a.inverse_cols = 1.0f / float(a.cols);
   a.as_llama = a.round_normalized && a.offset == 0;
-  a.threads_per_row = config.plan.threads_per_row;
-  dispatch(a.y.dtype, [&](auto tag) {
-    using T = decltype(tag);
-    const auto launch_kind = [&]<NormForwardKind Kind>() {
-      constexpr auto fitting = norm_forward_fits<T, Kind>;
-      if (config.is(launch::norm_forward_two_pass))
-        with_instance<launch::norm_forward_two_pass, fitting>(
-            config, [&]<Instance I>() { launch<NormForwardTwoPass<T, I.vec, Kind>>(config, a, stream); });
-      else
-        with_instance<launch::norm_forward_registers, fitting>(
-            config, [&]<Instance I>() { launch<NormForwardRegisters<T, I.vec, I.k, I.threads, Kind>>(config, a, stream); });
-    };
-    // LayerNorm has no residual. Kernels for parameters of any dtype decide at run time whether there is a residual.
-    if (!same_dtype) launch_kind.template operator()<NormForwardKind{Centered, !Centered, false}>();
-    else if (Centered || !kind.residual) launch_kind.template operator()<NormForwardKind{Centered, false, true}>();
-    else launch_kind.template operator()<NormForwardKind{Centered, !Centered, true}>();
-  });
+  for (const launch::Launch& config : launch::op_launches(device_profile(stream.device), op)) {
+    const NormForwardKind kind = launch::norm_forward_kind(op, config.instance.vec);
+    a.threads_per_row = config.plan.threads_per_row;
+    dispatch(a.y.dtype, [&](auto tag) {
+      using T = decltype(tag);
+      const auto launch_kind = [&]<NormForwardKind Kind>() {
+        constexpr auto fitting = norm_forward_fits<T, Kind>;
+        if (config.is(launch::norm_forward_two_pass))
+          with_instance<launch::norm_forward_two_pass, fitting>(
+              config, [&]<Instance I>() { launch<NormForwardTwoPass<T, I.vec, Kind>>(config, a, stream); });
+        else
+          with_instance<launch::norm_forward_registers, fitting>(
+              config, [&]<Instance I>() { launch<NormForwardRegisters<T, I.vec, I.k, I.threads, Kind>>(config, a, stream); });
+      };
+      // LayerNorm has no residual. Kernels for parameters of any dtype decide at run time whether there is a residual.
+      if (!kind.same_dtype) launch_kind.template operator()<NormForwardKind{Centered, !Centered, false}>();
+      else if (Centered || !kind.residual) launch_kind.template operator()<NormForwardKind{Centered, false, true}>();
+      else launch_kind.template operator()<NormForwardKind{Centered, !Centered, true}>();
+    });
+  }
 }
 
 }  // namespace liger::gpu

@@ -323,13 +323,4 @@ template <class T> constexpr bool fits(const launch::Instance& instance) {
   return (instance.vec == 1 || instance.vec * int(sizeof(T)) == 16) && (may_have_clusters || !instance.ahead);
 }
 
-// The access of an elementwise op to rows of one dtype: the elements per access, and `contiguous`, true if there are no gaps between rows.
-struct Elementwise {
-  int vec;
-  bool contiguous;
-};
-template <class... All> Elementwise elementwise(int64_t rows, int64_t cols, Dtype dtype, const All&... tensors) {
-  return {(aligned(tensors, cols) && ...) ? 16 / int(dtype_bytes(dtype)) : 1, ((tensors.stride == cols || rows == 1) && ...)};
-}
-
 }  // namespace liger::gpu

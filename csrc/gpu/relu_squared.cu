@@ -58,11 +58,9 @@ template <class T, int VEC> struct ReluSquaredBackwardKernel {
   }
 };
 
-template <template <class, int> class Kernel, const launch::Kernel& Instances, class Op, class... Tensors>
-void start(const Op& a, Stream stream, const Tensors&... tensors) {
+template <template <class, int> class Kernel, const launch::Kernel& Instances, class Op> void start(const Op& a, Stream stream) {
   if (a.rows == 0 || a.cols == 0) return;
-  const auto [vec, contiguous] = elementwise(a.rows, a.cols, a.x.dtype, tensors...);
-  const launch::Launch config = launch::relu_squared(device_profile(stream.device), Instances, a.rows, a.cols, vec, contiguous);
+  const launch::Launch config = launch::op_launch(device_profile(stream.device), a);
   const Tiles tiles(config);
   dispatch(a.x.dtype, [&](auto tag) {
     using T = decltype(tag);
@@ -73,10 +71,10 @@ void start(const Op& a, Stream stream, const Tensors&... tensors) {
 }  // namespace
 
 void relu_squared_forward(const ReluSquaredForward& a, Stream stream) {
-  start<ReluSquaredForwardKernel, launch::relu_squared_forward>(a, stream, a.x, a.y);
+  start<ReluSquaredForwardKernel, launch::relu_squared_forward>(a, stream);
 }
 void relu_squared_backward(const ReluSquaredBackward& a, Stream stream) {
-  start<ReluSquaredBackwardKernel, launch::relu_squared_backward>(a, stream, a.dy, a.x, a.dx);
+  start<ReluSquaredBackwardKernel, launch::relu_squared_backward>(a, stream);
 }
 
 }  // namespace liger::gpu

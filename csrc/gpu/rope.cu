@@ -63,7 +63,7 @@ template <class T, int VEC, bool Interleaved> struct RopeRotation {
   struct Args {
     Rope rope;
     int first;  // the launch's first position
-    int threads, q_slots, k_slots;  // threads: of the grid, without the last block's idle ones; slots: as in RopePlan (launch/plan.h)
+    int threads, q_slots, k_slots;  // threads: of the grid, without the last block's idle ones; slots: as in plan_rope (launch/plan.h)
     Divisor per_position, per_slot, by_seq;  // by the threads per position, threads per slot, positions per sequence
   };
   // The factors of the lower and of the upper vector: out = x * cos + (the other vector's x) * sin. `sin` includes the sign.
@@ -234,38 +234,21 @@ template <class T, int VEC, bool Interleaved> struct RopeRotation {
 template <class T, int VEC> struct RopeKernel : RopeRotation<T, VEC, false> {};
 template <class T, int VEC> struct RopeInterleavedKernel : RopeRotation<T, VEC, true> {};
 
-bool whole_vectors(const void* data, int64_t vec, std::initializer_list<int64_t> offsets) {
-  bool ok = reinterpret_cast<uintptr_t>(data) % 16 == 0;
-  for (const int64_t offset : offsets) ok = ok && offset % vec == 0;
-  return ok;
-}
-
 }  // namespace
 
 void rope(const Rope& a, Stream stream) {
   if (a.batch * a.seq * a.head_dim * (a.q.heads + a.k.heads) == 0) return;
-  const int64_t wide = 16 / dtype_bytes(a.dtype);
-  const auto whole = [&](const RopeHeads& h) {
-    return h.heads == 0 || (whole_vectors(h.in, wide, {h.in_batch, h.in_head, h.in_seq}) &&
-                            whole_vectors(h.out, wide, {h.out_batch, h.out_head, h.out_seq}));
-  };
-  const bool vectors = whole(a.q) && whole(a.k) && a.head_dim % wide == 0 && (a.rotary_dim / 2) % wide == 0 &&
-                       whole_vectors(a.cos, wide, {a.cos_batch, a.cos_seq}) && whole_vectors(a.sin, wide, {a.sin_batch, a.sin_seq});
-  const int64_t positions = a.batch * a.seq;
-  require(positions < int64_t{1} << 31, "rope: ", positions, " positions are more than the GPU kernel counts (2^31)");
-  const bool interleaved = a.in_interleaved || a.out_interleaved;
-  for (int64_t done = 0; done < positions;) {
-    const launch::RopeLaunch config =
-        launch::rope(device_profile(stream.device), {positions, a.q.heads, a.k.heads, a.head_dim, a.rotary_dim, interleaved}, done,
-                     vectors ? int(wide) : 1);
-    const int threads = config.plan.threads_per_row;
+  int64_t done = 0;
+  for (const launch::Launch& config : launch::op_launches(device_profile(stream.device), a)) {
+    const launch::LaunchPlan& plan = config.plan;
+    const int threads = plan.threads_per_row;
     dispatch(a.dtype, [&](auto tag) {
       using T = decltype(tag);
       const auto start = [&]<class Kernel>() {
-        launch<Kernel>(config,
-                       {a, int(done), int(config.rows * threads), config.q_slots, config.k_slots, Divisor(threads), Divisor(config.lanes),
-                        Divisor(a.seq)},
-                       stream);
+        launch<Kernel>(
+            config,
+            {a, int(done), int(config.rows * threads), plan.q_slots, plan.k_slots, Divisor(threads), Divisor(plan.lanes), Divisor(a.seq)},
+            stream);
       };
       if (config.is(launch::rope_kernel))
         with_instance<launch::rope_kernel, fits<T>>(config, [&]<Instance I>() { start.template operator()<RopeKernel<T, I.vec>>(); });

@@ -96,8 +96,7 @@ template <class T, int VEC, bool Add> struct SeededDropoutKernel {
 }  // namespace
 
 void seeded_dropout(const SeededDropout& a, Stream stream) {
-  const bool are_aligned = aligned(a.x, a.cols) && aligned(a.out, a.cols);
-  const launch::Launch config = launch::seeded_dropout(device_profile(stream.device), a.rows, a.cols, are_aligned);
+  const launch::Launch config = launch::op_launch(device_profile(stream.device), a);
   dispatch(a.x.dtype, [&](auto tag) {
     using T = decltype(tag);
     with_instance<launch::seeded_dropout_kernel>(config, [&]<Instance I>() {

@@ -98,24 +98,17 @@ template <class T, int VEC, int K> struct SoftmaxBackwardLong {
   static LIGER_DEVICE void run(const Args& a) { backward<T, LongRow<T, VEC, K, 2>>(a); }
 };
 
-// Launches a softmax kernel. Short and Long: the tables of instances of the kernels Registers and Any. plan: launch::softmax_forward or
-// launch::softmax_backward.
+// Launches a softmax kernel. Short and Long: the tables of instances of the kernels Registers and Any. a: op's rows.
 template <const launch::Kernel& Short, const launch::Kernel& Long, template <class, int, int> class Registers,
-          template <class, int, int> class Any, class Plan>
-void start(TwoPassArgs a, int inputs, Stream stream, Plan plan) {
+          template <class, int, int> class Any, class Op>
+void start(TwoPassArgs a, const Op& op, Stream stream) {
   if (a.rows == 0 || a.cols == 0) return;
-  bool whole = true, alike = true;
-  for (const Rows& rows : {Rows{a.out.data, a.out.stride, a.out.dtype}, a.in[inputs - 1]}) {
-    whole &= aligned(rows, a.cols) && aligned(a.in[0], a.cols);
-    alike &= equally_aligned(rows, a.in[0]);
-  }
+  const launch::Launch config = launch::op_launch(device_profile(stream.device), op);
+  a.threads_per_row = config.plan.threads_per_row;
+  a.slots = config.plan.slots;
+  a.shared_offset = config.plan.shared_offset;
   dispatch(a.out.dtype, [&](auto tag) {
     using T = decltype(tag);
-    const launch::SoftmaxShape shape{a.rows, a.cols, alike ? 16 / int(sizeof(T)) : 1, whole};
-    const launch::Launch config = plan(device_profile(stream.device), shape, nullptr);
-    a.threads_per_row = config.plan.threads_per_row;
-    a.slots = config.plan.slots;
-    a.shared_offset = config.plan.shared_offset;
     if (config.is(Long)) with_instance<Long, fits<T>>(config, [&]<Instance I>() { launch<Any<T, I.vec, I.k>>(config, a, stream); });
     else with_instance<Short, fits<T>>(config, [&]<Instance I>() { launch<Registers<T, I.vec, I.k>>(config, a, stream); });
   });
@@ -123,13 +116,12 @@ void start(TwoPassArgs a, int inputs, Stream stream, Plan plan) {
 
 }  // namespace
 
-void softmax_forward(const SoftmaxForward& a, Stream stream) {
-  start<launch::softmax_registers, launch::softmax_long, SoftmaxRegisters, SoftmaxLong>({a.rows, a.cols, {a.x}, a.y}, 1, stream,
-                                                                                        launch::softmax_forward);
+void softmax_forward(const SoftmaxForward& op, Stream stream) {
+  start<launch::softmax_registers, launch::softmax_long, SoftmaxRegisters, SoftmaxLong>({op.rows, op.cols, {op.x}, op.y}, op, stream);
 }
-void softmax_backward(const SoftmaxBackward& a, Stream stream) {
+void softmax_backward(const SoftmaxBackward& op, Stream stream) {
   start<launch::softmax_backward_registers, launch::softmax_backward_long, SoftmaxBackwardRegisters, SoftmaxBackwardLong>(
-      {a.rows, a.cols, {a.dy, a.y}, a.dx}, 2, stream, launch::softmax_backward);
+      {op.rows, op.cols, {op.dy, op.y}, op.dx}, op, stream);
 }
 
 }  // namespace liger::gpu

@@ -31,10 +31,9 @@ template <int K> struct StreamCopyKernel {
 }  // namespace
 
 void stream_copy(const StreamCopy& a, Stream stream) {
-  const int64_t vectors = a.bytes / 16;
-  const launch::Launch config = launch::stream_copy(device_profile(stream.device), vectors, int(a.per_thread));
+  const launch::Launch config = launch::op_launch(device_profile(stream.device), a);
   with_instance<launch::stream_copy_kernel>(config, [&]<Instance I>() {
-    launch<StreamCopyKernel<I.k>>(config, {vectors, static_cast<const float*>(a.in), static_cast<float*>(a.out)}, stream);
+    launch<StreamCopyKernel<I.k>>(config, {a.bytes / 16, static_cast<const float*>(a.in), static_cast<float*>(a.out)}, stream);
   });
 }
 

@@ -18,4 +18,14 @@ inline bool equally_aligned(const Rows& a, const Rows& b) {
          (a.stride - b.stride) * bytes % 16 == 0;
 }
 
+// The access of an elementwise op to rows of one dtype: the elements per access, and `contiguous`, true if there are no gaps between rows.
+struct Elementwise {
+  int vec;
+  bool contiguous;
+};
+template <class... All> Elementwise elementwise(int64_t rows, int64_t cols, Dtype dtype, const All&... tensors) {
+  return {(aligned(tensors, cols) && ...) ? 16 / int(dtype_bytes(dtype)) : 1,
+          ((tensors.data == nullptr || tensors.stride == cols || rows == 1) && ...)};
+}
+
 }  // namespace liger

@@ -39,15 +39,17 @@ inline Launch op_launch(const DeviceProfile& device, const CrossEntropyInPlace& 
   const bool vectors = aligned(op.row.logits, 0) && aligned(op.row.class_weight, 0);
   return cross_entropy_in_place(device, logits_shape(op.row, vectors, is_full(op.row)), is_plain(op.row), knobs);
 }
-inline std::optional<Launch> op_launch(const DeviceProfile& device, const CrossEntropyInChunks& op, const Knobs* knobs = nullptr) {
+// One launch, or none if the kernels cannot hold the rows.
+inline Launches op_launches(const DeviceProfile& device, const CrossEntropyInChunks& op, const Knobs* knobs = nullptr) {
   const CrossEntropyRows& row = op.row;
   const bool tokens = needs_tokens(row), predicts = row.accuracy || row.predicted;
   // InPlaceTokens has no options of a loss. Its predictions are among the chunks' classes, so it cannot predict if there are others.
   const bool taken = tokens ? is_log_probs(row.options) && !row.class_weight.data && !(predicts && op.others) : is_plain(row);
-  if (!taken) return std::nullopt;
+  if (!taken) return {};
   bool vectors = true;
   for (int i = 0; i < op.count; ++i) vectors &= aligned(op.chunks[i].logits, 0);
-  return cross_entropy_in_chunks(device, logits_shape(row, vectors, tokens), tokens, op.count, knobs);
+  const auto launch = cross_entropy_in_chunks(device, logits_shape(row, vectors, tokens), tokens, op.count, knobs);
+  return launch ? Launches{*launch} : Launches();
 }
 inline Launch op_launch(const DeviceProfile& device, const CrossEntropyStatistics& op) {
   return cross_entropy_statistics(device, logits_shape(op.row, true, is_full(op)));
@@ -66,12 +68,14 @@ inline Launch op_launch(const DeviceProfile& device, const FillRows& op) {
   const bool wide = aligned(op.matrix, 0) && aligned(op.values, 0);
   return row_tiles(device, fill_kernel, tiled_matrix(op.rows, op.cols, wide ? matrix_vec : 1));
 }
-// The first of two launches: sum_columns adds up its partial rows.
-inline Launch op_launch(const DeviceProfile& device, const ColumnSum& op) {
-  return partial_columns(device, op.rows, op.cols, aligned(op.in, 0) ? matrix_vec : 1);
+inline Launches op_launches(const DeviceProfile& device, const ColumnSum& op) {
+  if (op.cols == 0) return {};
+  const Launch partial = partial_columns(device, op.rows, op.cols, aligned(op.in, 0) ? matrix_vec : 1);
+  return {partial, sum_columns(device, partial.plan.partial_rows, op.cols, 0)};
 }
-inline int64_t column_sum_bytes(const Launch& config) {
-  return config.plan.partial_rows * round_up(config.cols, matrix_vec) * int64_t{sizeof(float)};
+inline int64_t workspace_bytes(const DeviceProfile& device, const ColumnSum& op) {
+  const Launches launches = op_launches(device, op);
+  return launches.size() == 0 ? 0 : launches.begin()->plan.partial_rows * round_up(op.cols, matrix_vec) * int64_t{sizeof(float)};
 }
 inline Launch op_launch(const DeviceProfile& device, const ScalarProduct& op) { return product(device, op.factors.data ? op.rows : 1); }
 

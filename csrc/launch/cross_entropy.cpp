@@ -1,6 +1,5 @@
 #include "launch/cross_entropy.h"
 #include "launch/elementwise.h"
-#include "launch/losses.h"
 
 #include <algorithm>
 #include <cmath>
@@ -121,28 +120,4 @@ Launch add_losses(const DeviceProfile& device, int64_t rows) {
   return {&add_losses_kernel, add_losses_kernel.instance(), rows, 1, plan_elementwise(device, rows, 1)};
 }
 
-// The ops that planned_ops() lists (op_plans.h).
-namespace {
-
-Launches loss(const DeviceProfile& device, const Call& call) {
-  Launches rows;
-  if (call.rows > 0) rows = {cross_entropy_forward(device, logits(call, call.rows, false), call[per_row], &call.knobs)};
-  return with_sums(device, call, rows, call[per_row]);
-}
-
-// 1: rows of the gradient and of the logits start at the same offset from a multiple of 16 bytes.
-const Fact equally_aligned{"equally_aligned", 1};
-
-Launches loss_gradient(const DeviceProfile& device, const Call& call) {
-  if (empty(call)) return {};
-  LogitsShape shape = logits(call, call.rows, false);
-  if (!call[equally_aligned]) shape.vec = 1;
-  return {cross_entropy_backward(device, shape, &call.knobs)};
-}
-
-const Planned forward{
-    "cross_entropy", loss, {&count_targets_kernel, &cross_entropy_forward_kernel, &sum_losses_kernel, &add_losses_kernel}};
-const Planned backward{"cross_entropy_backward", loss_gradient, {&cross_entropy_backward_kernel}};
-
-}  // namespace
 }  // namespace liger::launch

@@ -1,25 +1,16 @@
 #include "launch/dequantize_4bit.h"
 
+#include "kernels/aligned.h"
 #include "launch/elementwise.h"
-#include "launch/op_plans.h"
 
 namespace liger::launch {
 
-Launch dequantize_4bit(const DeviceProfile& device, int64_t rows, int64_t cols, int vec) {
-  Launch launch = row_tiles(device, dequantize_4bit_kernel, {rows, cols, vec, dequantize_4bit_k(vec)});
+Launch op_launch(const DeviceProfile& device, const Dequantize4bit& op) {
+  const bool are_aligned = aligned(op.out, op.cols) && reinterpret_cast<uintptr_t>(op.packed) % 4 == 0;
+  const int vec = are_aligned ? int(16 / dtype_bytes(op.out.dtype)) : 1;
+  Launch launch = row_tiles(device, dequantize_4bit_kernel, {op.rows, op.cols, vec, dequantize_4bit_k(vec)});
   launch.plan.smem = 16 * int(sizeof(float));  // the codes
   return launch;
 }
 
-// The op that planned_ops() lists (op_plans.h).
-namespace {
-
-Launches decoding(const DeviceProfile& device, const Call& call) {
-  if (empty(call)) return {};
-  return {dequantize_4bit(device, 1, call.rows * call.cols, row_vec(call))};
-}
-
-const Planned planned{"dequantize_4bit", decoding, {&dequantize_4bit_kernel}};
-
-}  // namespace
 }  // namespace liger::launch

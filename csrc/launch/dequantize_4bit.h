@@ -1,5 +1,6 @@
 // Lists the kernel instances that decode 4-bit weights, and plans their launches, which csrc/gpu executes (launch.h).
 #pragma once
+#include "kernels/dequantize_4bit.h"
 #include "launch/launch.h"
 
 namespace liger::launch {
@@ -12,7 +13,6 @@ constexpr int dequantize_4bit_lanes = 4;
 inline constexpr Kernel dequantize_4bit_kernel("Dequantize4bitKernel", Instance{independent_threads, 1},
                                                Instance{independent_threads, wide});
 
-// vec: elements of the output per store.
-Launch dequantize_4bit(const DeviceProfile&, int64_t rows, int64_t cols, int vec);
+Launch op_launch(const DeviceProfile&, const Dequantize4bit&);
 
 }  // namespace liger::launch

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "launch/op_plans.h"
-
 namespace liger::launch {
 
 Launch row_tiles(const DeviceProfile& device, const Kernel& kernel, const TiledRows& shape, Tunable tunable, const Knobs* passed_knobs) {
@@ -32,21 +30,12 @@ Launch product(const DeviceProfile& device, int64_t factors) {
   return {&product_kernel, product_kernel.instance(), factors, 1, plan};
 }
 
-Launch stream_copy(const DeviceProfile& device, int64_t vectors, int k) {
+Launch op_launch(const DeviceProfile& device, const StreamCopy& op) {
+  const int64_t vectors = op.bytes / 16;
+  const int k = int(op.per_thread);
   const LaunchPlan plan = plan_elementwise(device, vectors, k);
   check_threads(device, plan);
   return {&stream_copy_kernel, stream_copy_kernel.instance(none, k), 1, vectors, plan};
 }
 
-// The ops that planned_ops() lists (op_plans.h).
-namespace {
-
-Launches copy(const DeviceProfile& device, const Call& call) {
-  if (empty(call)) return {};
-  return {stream_copy(device, call.rows * call.cols * call.element_bytes / 16, 4)};
-}
-
-const Planned copying{"stream_copy", copy, {&stream_copy_kernel}};
-
-}  // namespace
 }  // namespace liger::launch

@@ -2,6 +2,7 @@
 // kernels and plans their launches: the fused loss's small passes (kernels/elementwise.h), column sums, and copies. `vec`: elements per
 // access.
 #pragma once
+#include "kernels/stream_copy.h"
 #include "launch/launch.h"
 
 namespace liger::launch {
@@ -37,10 +38,10 @@ Launch sum_columns(const DeviceProfile&, int64_t partial_rows, int64_t first_col
 inline constexpr Kernel product_kernel("Product", Instance{row_threads});
 Launch product(const DeviceProfile&, int64_t factors);
 
-// k: vectors per thread.
+// k: vectors per thread, StreamCopy::per_thread.
 inline constexpr Kernel stream_copy_kernel("StreamCopyKernel", Instance{independent_threads, none, 1},
                                            Instance{independent_threads, none, 2}, Instance{independent_threads, none, 4},
                                            Instance{independent_threads, none, 8});
-Launch stream_copy(const DeviceProfile&, int64_t vectors, int k);
+Launch op_launch(const DeviceProfile&, const StreamCopy&);
 
 }  // namespace liger::launch

@@ -1,28 +1,20 @@
 #include "launch/glu.h"
 
+#include "kernels/aligned.h"
 #include "launch/elementwise.h"
-#include "launch/op_plans.h"
 
 namespace liger::launch {
 
-Launch glu(const DeviceProfile& device, const Kernel& kernel, bool silu, int64_t rows, int64_t cols, int vec, bool contiguous,
-           const Knobs* knobs) {
-  constexpr Tunable tunables[2][2] = {{"geglu_backward", "swiglu_backward"}, {"geglu", "swiglu"}};
-  return row_tiles(device, kernel, {rows, cols, vec, glu_k, false, contiguous}, tunables[&kernel == &glu_forward][silu], knobs);
+Launch op_launch(const DeviceProfile& device, const GluForward& op, const Knobs* knobs) {
+  const auto [vec, contiguous] = elementwise(op.rows, op.cols, op.gate.dtype, op.gate, op.up, op.h);
+  const Tunable tunable = op.activation == Activation::silu ? Tunable("swiglu") : Tunable("geglu");
+  return row_tiles(device, glu_forward, {op.rows, op.cols, vec, glu_k, false, contiguous}, tunable, knobs);
 }
 
-// The ops that planned_ops() lists (op_plans.h).
-namespace {
-
-template <const Kernel& KernelTable, bool Silu> Launches gated(const DeviceProfile& device, const Call& call) {
-  if (empty(call)) return {};
-  return {glu(device, KernelTable, Silu, call.rows, call.cols, row_vec(call), call.contiguous, &call.knobs)};
+Launch op_launch(const DeviceProfile& device, const GluBackward& op, const Knobs* knobs) {
+  const auto [vec, contiguous] = elementwise(op.rows, op.cols, op.gate.dtype, op.dh, op.gate, op.up, op.dgate, op.dup, op.h);
+  const Tunable tunable = op.activation == Activation::silu ? Tunable("swiglu_backward") : Tunable("geglu_backward");
+  return row_tiles(device, glu_backward, {op.rows, op.cols, vec, glu_k, false, contiguous}, tunable, knobs);
 }
 
-const Planned swiglu{"swiglu", gated<glu_forward, true>, {&glu_forward}};
-const Planned swiglu_backward{"swiglu_backward", gated<glu_backward, true>, {&glu_backward}};
-const Planned geglu{"geglu", gated<glu_forward, false>, {&glu_forward}};
-const Planned geglu_backward{"geglu_backward", gated<glu_backward, false>, {&glu_backward}};
-
-}  // namespace
 }  // namespace liger::launch

@@ -2,11 +2,17 @@
 
 #include <optional>
 
+#include "kernels/aligned.h"
 #include "launch/elementwise.h"
-#include "launch/op_plans.h"
 
 namespace liger::launch {
 namespace {
+
+struct GroupNormRows {
+  int64_t rows, cols, groups, channel;
+  explicit GroupNormRows(const GroupNormShape& shape)
+      : rows(shape.rows()), cols(shape.cols()), groups(shape.groups), channel(shape.channel) {}
+};
 
 // The elements that a block loads before it uses the first one: a batch.
 constexpr int64_t batch(int vec) { return int64_t{independent_threads} * group_norm_part_k * vec; }
@@ -142,72 +148,73 @@ Launch held_launch(const DeviceProfile& device, const GroupNormRows& shape, Laun
   return {&registers, registers.instance(plan.vec, plan.k), shape.rows, shape.cols, plan, tunable};
 }
 
+// Sets the workspace for the parts of rows that are read twice.
+void set_parts(GroupNormLaunches& launches, const GroupNormRows& shape, const RowParts& parts) {
+  launches.parts = parts;
+  launches.part_floats = round_up(2 * shape.rows * parts.per_row, 4);
+}
+
 }  // namespace
 
-GroupNormLaunches group_norm(const DeviceProfile& device, const GroupNormRows& shape, int vec, const Knobs* passed_knobs) {
+GroupNormLaunches op_launches(const DeviceProfile& device, const GroupNormForward& op, const Knobs* passed_knobs) {
   constexpr Tunable tunable = "group_norm";
+  const GroupNormRows shape(op.shape);
+  // A vector may lie in two channels, but not in three.
+  const int wide_vec = 16 / int(dtype_bytes(op.x.dtype));
+  const bool vectors =
+      aligned(op.x, shape.cols) && aligned(op.y, shape.cols) && (shape.channel % wide_vec == 0 || shape.channel > wide_vec);
+  const int vec = vectors ? wide_vec : 1;
   const Knobs knobs = chosen_knobs(passed_knobs, device, {tunable.id, vec, shape.rows, shape.cols});
   const Holding holding{group_norm_held, 1, 2, 0};
   const LaunchPlan plan = held(device, shape, vec, holding, knobs);
-  if (plan.path == Path::regs) return {held_launch(device, shape, plan, group_norm_registers, holding, tunable)};
+  if (plan.path == Path::regs) return {{held_launch(device, shape, plan, group_norm_registers, holding, tunable)}};
   const RowParts parts = in_parts(shape.cols, shape.cols, part_elements(device, shape, vec), most_parts, vec);
   const int smem = reduction_bytes(1);
-  return {over_parts(device, group_norm_moments, shape, vec, parts, smem),
-          after(device, over_parts(device, group_norm_apply, shape, vec, parts, smem)), parts};
+  GroupNormLaunches out{{over_parts(device, group_norm_moments, shape, vec, parts, smem),
+                         after(device, over_parts(device, group_norm_apply, shape, vec, parts, smem))}};
+  set_parts(out, shape, parts);
+  return out;
 }
 
-GroupNormLaunches group_norm_backward(const DeviceProfile& device, const GroupNormRows& shape, int vec, bool parameters,
-                                      const Knobs* passed_knobs) {
+GroupNormLaunches op_launches(const DeviceProfile& device, const GroupNormBackward& op, const Knobs* passed_knobs) {
   constexpr Tunable tunable = "group_norm_backward";
+  const GroupNormRows shape(op.shape);
+  // A vector lies in one channel.
+  const int wide_vec = 16 / int(dtype_bytes(op.x.dtype));
+  const bool vectors =
+      aligned(op.dy, shape.cols) && aligned(op.x, shape.cols) && aligned(op.dx, shape.cols) && shape.channel % wide_vec == 0;
+  const int vec = vectors ? wide_vec : 1;
+  const bool parameters = op.dweight.data || op.dbias.data;
   const Knobs knobs = chosen_knobs(passed_knobs, device, {tunable.id, vec, shape.rows, shape.cols});
   const int64_t samples = shape.rows / shape.groups;
   const int pair_bytes = parameters ? 2 * int(sizeof(float)) : 0;  // two sums of each vector
   const Holding holding{group_norm_backward_held, 2, 1, pair_bytes};
   const LaunchPlan plan = held(device, shape, vec, holding, knobs);
-  if (plan.path == Path::regs)
-    return {held_launch(device, shape, plan, group_norm_backward_registers, holding, tunable),
-            {},
-            {},
-            samples * group_norm_sharing(shape.cols / vec, shape.channel / vec, plan.cluster)};
-  const RowParts parts = in_channels(device, shape, vec);
-  Launch sums = over_parts(device, group_norm_backward_sums, shape, vec, parts, 0);
-  sums.plan.smem = reduction_bytes(2) + sums.plan.block * group_norm_part_k * pair_bytes;
-  return {sums, after(device, over_parts(device, group_norm_backward_apply, shape, vec, parts, reduction_bytes(2))), parts,
-          samples * parts.per_span};
-}
-
-// The ops that planned_ops() lists (op_plans.h).
-namespace {
-
-const Fact groups{"groups", 1}, channel{"channel"};  // groups of a sample; elements of a channel, 0: the whole group is one channel
-
-GroupNormRows group_rows(const Call& call) { return {call.rows, call.cols, call[groups], call[channel] > 0 ? call[channel] : call.cols}; }
-
-Launches forward(const DeviceProfile& device, const Call& call) {
-  if (empty(call)) return {};
-  const GroupNormRows shape = group_rows(call);
-  const int vec = row_vec(call);
-  const GroupNormLaunches config = group_norm(device, shape, shape.channel % vec == 0 || shape.channel > vec ? vec : 1, &call.knobs);
-  return config.apply.kernel ? Launches{config.main, config.apply} : Launches{config.main};
-}
-
-Launches backward(const DeviceProfile& device, const Call& call) {
-  if (empty(call)) return {};
-  const GroupNormRows shape = group_rows(call);
-  const int vec = row_vec(call);
-  const GroupNormLaunches config = group_norm_backward(device, shape, shape.channel % vec == 0 ? vec : 1, !call[frozen], &call.knobs);
-  Launches out{config.main};
-  if (config.apply.kernel) out.push_back(config.apply);
-  const int64_t channels = shape.groups * (shape.cols / shape.channel);
-  if (!call[frozen]) out.push_back(sum_columns(device, config.partial_rows, channels, call[bias] ? channels : 0));
+  GroupNormLaunches out;
+  if (plan.path == Path::regs) {
+    out.push_back(held_launch(device, shape, plan, group_norm_backward_registers, holding, tunable));
+    out.partial_rows = samples * group_norm_sharing(shape.cols / vec, shape.channel / vec, plan.cluster);
+  } else {
+    const RowParts parts = in_channels(device, shape, vec);
+    Launch sums = over_parts(device, group_norm_backward_sums, shape, vec, parts, 0);
+    sums.plan.smem = reduction_bytes(2) + sums.plan.block * group_norm_part_k * pair_bytes;
+    out.push_back(sums);
+    if (op.dx.data) out.push_back(after(device, over_parts(device, group_norm_backward_apply, shape, vec, parts, reduction_bytes(2))));
+    set_parts(out, shape, parts);
+    out.partial_rows = samples * parts.per_span;
+  }
+  const int64_t channels = op.shape.all_channels();
+  if (parameters) out.push_back(sum_columns(device, out.partial_rows, op.dweight.data ? channels : 0, op.dbias.data ? channels : 0));
   return out;
 }
 
-const Planned planned_forward{"group_norm", forward, {&group_norm_registers, &group_norm_held, &group_norm_moments, &group_norm_apply}};
-const Planned planned_backward{"group_norm_backward",
-                               backward,
-                               {&group_norm_backward_registers, &group_norm_backward_held, &group_norm_backward_sums,
-                                &group_norm_backward_apply, &sum_columns_kernel}};
+int64_t workspace_bytes(const DeviceProfile& device, const GroupNormForward& op) {
+  return op_launches(device, op).part_floats * int64_t{sizeof(float)};
+}
+int64_t workspace_bytes(const DeviceProfile& device, const GroupNormBackward& op) {
+  const GroupNormLaunches launches = op_launches(device, op);
+  const int64_t sums = op.dweight.data || op.dbias.data ? launches.partial_rows * 2 * op.shape.all_channels() : 0;
+  return (launches.part_floats + sums) * int64_t{sizeof(float)};
+}
 
-}  // namespace
 }  // namespace liger::launch

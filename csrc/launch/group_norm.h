@@ -2,13 +2,10 @@
 // `cols` elements, in channels of `channel` elements each. A sample has `groups` rows. `vec`: elements per access; 1 where 16-byte
 // accesses do not fit the rows or channels.
 #pragma once
+#include "kernels/group_norm.h"
 #include "launch/launch.h"
 
 namespace liger::launch {
-
-struct GroupNormRows {
-  int64_t rows, cols, groups, channel;
-};
 
 // The most vectors of each tensor that a thread holds where registers alone hold a row.
 constexpr int group_norm_k = 4;
@@ -48,15 +45,17 @@ struct RowParts {
   int64_t per_span = 1, per_row = 1;  // number of parts
 };
 
-// One launch if a block, or a cluster, holds a row; otherwise two, and the second one reads the row again.
-struct GroupNormLaunches {
-  Launch main;  // GroupNormRegisters, GroupNormHeld or GroupNormMoments; GroupNormBackwardRegisters, ...Held or ...Sums
-  Launch apply;  // GroupNormApply behind GroupNormMoments; GroupNormBackwardApply behind GroupNormBackwardSums
-  RowParts parts;  // of main and apply, if a row is read twice
+// GroupNormRegisters or GroupNormHeld, if a block or a cluster holds a row; otherwise GroupNormMoments and GroupNormApply, which reads the
+// row again. The backward: likewise, with GroupNormBackwardSums before GroupNormBackwardApply, which runs if dx is requested. SumColumns
+// follows if dweight or dbias is requested.
+struct GroupNormLaunches : Launches {
+  RowParts parts;  // of rows that are read twice
+  int64_t part_floats = 0;  // of the workspace: two for each part, if rows are read twice
   int64_t partial_rows = 0;  // backward: rows of partial sums of channels; each sample has one for each block that may share a channel
 };
-GroupNormLaunches group_norm(const DeviceProfile&, const GroupNormRows&, int vec, const Knobs* = nullptr);
-// parameters: the gradient of weight or bias is requested. A vector must lie in one channel.
-GroupNormLaunches group_norm_backward(const DeviceProfile&, const GroupNormRows&, int vec, bool parameters, const Knobs* = nullptr);
+GroupNormLaunches op_launches(const DeviceProfile&, const GroupNormForward&, const Knobs* = nullptr);
+GroupNormLaunches op_launches(const DeviceProfile&, const GroupNormBackward&, const Knobs* = nullptr);
+int64_t workspace_bytes(const DeviceProfile&, const GroupNormForward&);
+int64_t workspace_bytes(const DeviceProfile&, const GroupNormBackward&);
 
 }  // namespace liger::launch

@@ -2,6 +2,7 @@
 // The forward's kernel stores one divergence per row. A second kernel, SumLosses, computes their mean: sum_losses() in
 // launch/cross_entropy.h returns its launch.
 #pragma once
+#include "kernels/jsd.h"
 #include "launch/launch.h"
 
 namespace liger::launch {
@@ -13,8 +14,7 @@ constexpr int jsd_in_flight = 2, jsd_tile_k = 2;
 inline constexpr Kernel jsd_forward_kernel("JsdForwardKernel", Instance{512, 1}, Instance{512, wide});
 inline constexpr Kernel jsd_backward_kernel("JsdBackwardKernel", Instance{independent_threads, 1}, Instance{independent_threads, wide});
 
-// vec: elements per access; 1 where the rows of the tensors start at different offsets from a multiple of 16 bytes.
-Launch jsd_forward(const DeviceProfile&, int64_t rows, int64_t vocab, int element_bytes, int vec, const Knobs* = nullptr);
-Launch jsd_backward(const DeviceProfile&, int64_t rows, int64_t vocab, int vec, const Knobs* = nullptr);
+Launch op_launch(const DeviceProfile&, const JsdForward&, const Knobs* = nullptr);
+Launch op_launch(const DeviceProfile&, const JsdBackward&, const Knobs* = nullptr);
 
 }  // namespace liger::launch

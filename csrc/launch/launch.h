@@ -1,16 +1,20 @@
 // Launch: one launch of a kernel, as plain data. Each launch/<op>.h declares functions that return the launches of an op. These functions
-// are their only description: csrc/gpu executes the launches that they return, and plans() (op_plans.h) shows them to Python. The same
-// header lists the op's kernels (Kernel), each with all instances of its template.
+// are their only description: csrc/gpu executes the launches that they return, and csrc/trace records them. The same header lists the op's
+// kernels (Kernel), each with all instances of its template.
 //
 // The last argument of most of these functions points to knobs (knobs.h), which change the plans. Tuning and tests pass knobs. Ops pass
 // null; then the table of tuned knobs applies. The functions throw std::length_error if a tensor needs more threads than one launch can
 // have on the device.
 #pragma once
+#include <array>
 #include <cstdint>
+#include <initializer_list>
 #include <iterator>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "launch/plan.h"
 
@@ -71,6 +75,32 @@ struct Launch {
 
   bool is(const Kernel& other) const { return kernel == &other; }
 };
+
+// The launches of a call, in order. Up to four need no allocation.
+class Launches {
+ public:
+  Launches() = default;
+  Launches(std::initializer_list<Launch> all) {
+    for (const Launch& one : all) push_back(one);
+  }
+  void push_back(const Launch& one) {
+    if (count_ == first_.size()) all_.assign(begin(), end());
+    if (count_ < first_.size()) first_[count_] = one;
+    else all_.push_back(one);
+    ++count_;
+  }
+  size_t size() const { return count_; }
+  const Launch* begin() const { return all_.empty() ? first_.data() : all_.data(); }
+  const Launch* end() const { return begin() + count_; }
+
+ private:
+  std::array<Launch, 4> first_;
+  std::vector<Launch> all_;  // empty for up to four launches
+  size_t count_ = 0;
+};
+
+// All kernels.
+std::span<const Kernel* const> kernels();
 
 // Calls f.operator()<I>() with the instance I of a launch of KernelTable. Compiles only the instances for which Fits(instance) is true, and
 // throws std::logic_error if the launch needs another one.

@@ -2,11 +2,18 @@
 
 #include <algorithm>
 
+#include "kernels/aligned.h"
 #include "launch/elementwise.h"
-#include "launch/op_plans.h"
 
 namespace liger::launch {
 namespace {
+
+struct NormBackwardKind {
+  bool centered, mixed;  // centered: LayerNorm; mixed: dy, dsum and z do not all have one dtype
+  bool frozen;  // no parameter needs a gradient, and the weight has z's dtype
+  int inputs;  // number of tensors that the kernel reads: dy, z and, if present, dsum
+  bool dz;     // dz is requested
+};
 
 // The tiling of the forward's rows. Its constants were tuned on an H200 (docs/measurements.md).
 RowTiling forward_tiling(NormForwardKind kind, int64_t cols, int vec) {
@@ -135,8 +142,9 @@ void add_ring(const DeviceProfile& device, LaunchPlan& plan, NormBackwardKind ki
   plan.smem = plan.shared_offset + plan.stages * stage;
 }
 
-NormBackwardLaunches backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, NormBackwardKind kind, const Knobs& knobs) {
-  const auto main = [&](const Kernel& kernel, const Instance& instance, const LaunchPlan& plan, Tunable tunable = {}) {
+// Returns the launches without the last one, SumColumns.
+Launches backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, NormBackwardKind kind, const Knobs& knobs) {
+  const auto launch = [&](const Kernel& kernel, const Instance& instance, const LaunchPlan& plan, Tunable tunable = {}) {
     return Launch{&kernel, instance, rows, cols, plan, tunable};
   };
   if (kind.frozen && !kind.mixed && vec > 1) {
@@ -148,7 +156,7 @@ NormBackwardLaunches backward(const DeviceProfile& device, int64_t rows, int64_t
       plan.k = std::max(2, plan.k);
       plan.smem = reduction_bytes(kind.centered ? 2 : 1);
       check_threads(device, plan);
-      return {.main = main(norm_backward_rows, norm_backward_rows.instance(vec, plan.k), plan)};
+      return {launch(norm_backward_rows, norm_backward_rows.instance(vec, plan.k), plan)};
     }
   }
   if (rows <= 4 * device.multiprocessors && !kind.mixed && vec > 1 && knobs == Knobs{}) {
@@ -163,7 +171,7 @@ NormBackwardLaunches backward(const DeviceProfile& device, int64_t rows, int64_t
           std::max(reduction_bytes(2), plan.block / device.warp * chosen.threads * vec * (kind.centered ? 2 : 1) * int(sizeof(float)));
       plan.grid += few_tiles(cols, chosen);
       check_threads(device, plan);
-      return {.main = main(norm_backward_few, chosen, plan, backward_tunable(kind))};
+      return {launch(norm_backward_few, chosen, plan, backward_tunable(kind))};
     }
   }
   LaunchPlan plan = plan_norm_backward(device, rows, cols, vec, kind.centered, knobs);
@@ -177,20 +185,20 @@ NormBackwardLaunches backward(const DeviceProfile& device, int64_t rows, int64_t
       plan.partial_rows = static_cast<int>(std::min<int64_t>(plan.partial_rows, norm_partial_rows(device, rows, cols, kind.centered)));
       plan.grid = plan.partial_rows * plan.cluster;
     }
-    return {.main = main(norm_backward_registers, norm_backward_registers.instance(vec, plan.k, threads), plan, backward_tunable(kind))};
+    return {launch(norm_backward_registers, norm_backward_registers.instance(vec, plan.k, threads), plan, backward_tunable(kind))};
   }
   const LaunchPlan tiles = plan_row_ranges(device, rows, cols, vec);
   LaunchPlan means = plan_block_per_row(device, rows, cols, vec);
   means.smem = reduction_bytes(2);
   check_threads(device, tiles);
   check_threads(device, means);
-  return {main(norm_backward_means, norm_backward_means.instance(vec), means),
-          main(norm_backward_tiles, norm_backward_tiles.instance(vec), tiles)};
+  Launches out;
+  if (kind.dz) out.push_back(launch(norm_backward_means, norm_backward_means.instance(vec), means));
+  out.push_back(launch(norm_backward_tiles, norm_backward_tiles.instance(vec), tiles));
+  return out;
 }
 
-}  // namespace
-
-Launch norm_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, NormForwardKind kind, const Knobs* passed_knobs) {
+Launch forward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, NormForwardKind kind, const Knobs* passed_knobs) {
   const Tunable tunable = kind.centered ? Tunable("layer_norm") : kind.residual ? Tunable("add_rms_norm") : Tunable("rms_norm");
   const Knobs knobs = chosen_knobs(passed_knobs, device, {tunable.id, vec, rows, cols});
   if (!knobs.spread_rows() && in_whole_warps(device, kind, rows, ceil_div(cols, vec), vec)) {
@@ -209,6 +217,25 @@ Launch norm_forward(const DeviceProfile& device, int64_t rows, int64_t cols, int
   const int k = vec == 1 ? 4 : plan.k;
   const int threads = in_lanes ? forward_lanes : plan.cluster > 1 ? cluster_block : row_threads;
   return {&norm_forward_registers, norm_forward_registers.instance(vec, k, threads), rows, cols, plan, tunable};
+}
+
+// Returns `vec` if whole vectors fit the rows, otherwise 1.
+int row_vec(bool are_aligned, int64_t cols, int vec) { return are_aligned && cols % vec == 0 ? vec : 1; }
+
+}  // namespace
+
+template <bool Centered> NormForwardKind norm_forward_kind(const NormForward<Centered>& op, int vec) {
+  const auto has_dtype = [&](const Vector& parameter) { return parameter.data && parameter.dtype == op.y.dtype; };
+  const bool same_dtype = vec > 1 && has_dtype(op.weight) && (!Centered || has_dtype(op.bias));
+  return {.centered = Centered, .residual = op.residual.data != nullptr, .same_dtype = same_dtype};
+}
+
+template <bool Centered> Launches op_launches(const DeviceProfile& device, const NormForward<Centered>& op, const Knobs* knobs) {
+  if (op.rows == 0 || op.cols == 0) return {};
+  const bool are_aligned = aligned(op.x, op.cols) && aligned(op.residual, op.cols) && aligned(op.sum, op.cols) && aligned(op.y, op.cols) &&
+                           aligned(op.weight, op.cols) && aligned(op.bias, op.cols);
+  const int vec = row_vec(are_aligned, op.cols, 16 / int(dtype_bytes(op.y.dtype)));
+  return {forward(device, op.rows, op.cols, vec, norm_forward_kind(op, vec), knobs)};
 }
 
 LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, bool centered, const Knobs& knobs) {
@@ -244,9 +271,24 @@ LaunchPlan plan_norm_backward(const DeviceProfile& device, int64_t rows, int64_t
   return plan;
 }
 
-NormBackwardLaunches norm_backward(const DeviceProfile& device, int64_t rows, int64_t cols, int vec, NormBackwardKind kind,
-                                   const Knobs* passed_knobs) {
-  return backward(device, rows, cols, vec, kind, chosen_knobs(passed_knobs, device, {backward_tunable(kind).id, vec, rows, cols}));
+template <bool Centered> Launches op_launches(const DeviceProfile& device, const NormBackward<Centered>& op, const Knobs* passed_knobs) {
+  if (op.rows == 0 || op.cols == 0) return {};
+  const bool are_aligned = aligned(op.dy, op.cols) && aligned(op.dsum, op.cols) && aligned(op.z, op.cols) && aligned(op.dz, op.cols) &&
+                           aligned(op.weight, op.cols);
+  const bool any_f32 = op.z.dtype == Dtype::f32 || op.dy.dtype == Dtype::f32 || (op.dsum.data && op.dsum.dtype == Dtype::f32);
+  const int vec = row_vec(are_aligned, op.cols, any_f32 ? 4 : 8);
+  const bool parameters = op.dweight.data || op.dbias.data;
+  const NormBackwardKind kind{.centered = Centered,
+                              .mixed = op.dy.dtype != op.z.dtype || (op.dsum.data && op.dsum.dtype != op.z.dtype),
+                              .frozen = !parameters && op.weight.data && op.weight.dtype == op.z.dtype,
+                              .inputs = op.dsum.data ? 3 : 2,
+                              .dz = op.dz.data != nullptr};
+  const Knobs knobs = chosen_knobs(passed_knobs, device, {backward_tunable(kind).id, vec, op.rows, op.cols});
+  Launches out = backward(device, op.rows, op.cols, vec, kind, knobs);
+  const int partial_rows = (out.end() - 1)->plan.partial_rows;
+  if (parameters && partial_rows > 0)
+    out.push_back(sum_columns(device, partial_rows, op.dweight.data ? op.cols : 0, op.dbias.data ? op.cols : 0));
+  return out;
 }
 
 int64_t norm_partial_rows(const DeviceProfile& device, int64_t rows, int64_t cols, bool centered) {
@@ -259,52 +301,11 @@ int64_t norm_partial_rows(const DeviceProfile& device, int64_t rows, int64_t col
   return most;
 }
 
-// The ops that planned_ops() lists (op_plans.h).
-namespace {
+template NormForwardKind norm_forward_kind(const RmsNormForward&, int);
+template NormForwardKind norm_forward_kind(const LayerNormForward&, int);
+template Launches op_launches(const DeviceProfile&, const RmsNormForward&, const Knobs*);
+template Launches op_launches(const DeviceProfile&, const LayerNormForward&, const Knobs*);
+template Launches op_launches(const DeviceProfile&, const RmsNormBackward&, const Knobs*);
+template Launches op_launches(const DeviceProfile&, const LayerNormBackward&, const Knobs*);
 
-// A parameter is missing or has another dtype than the result; backward: the dtypes of dy, dsum and x differ.
-const Fact mixed{"mixed"};
-
-Launches norm(const DeviceProfile& device, const Call& call, bool centered, int inputs) {
-  if (empty(call)) return {};
-  const int vec = row_vec(call);
-  const NormForwardKind kind{.centered = centered, .residual = inputs > 1, .same_dtype = vec > 1 && !call[mixed]};
-  return {norm_forward(device, call.rows, call.cols, vec, kind, &call.knobs)};
-}
-
-Launches norm_gradient(const DeviceProfile& device, const Call& call, bool centered, int inputs) {
-  if (empty(call)) return {};
-  const NormBackwardLaunches config =
-      norm_backward(device, call.rows, call.cols, row_vec(call), {centered, call[mixed] != 0, call[frozen] != 0, inputs}, &call.knobs);
-  Launches out;
-  if (config.means.kernel) out.push_back(config.means);
-  out.push_back(config.main);
-  if (!call[frozen] && config.main.plan.partial_rows > 0)
-    out.push_back(sum_columns(device, config.main.plan.partial_rows, call.cols, centered && call[bias] ? call.cols : 0));
-  return out;
-}
-
-const Planned rms_norm{"rms_norm",
-                       [](const DeviceProfile& device, const Call& call) { return norm(device, call, false, 1); },
-                       {&norm_forward_registers, &norm_forward_two_pass}};
-const Planned rms_norm_backward{
-    "rms_norm_backward",
-    [](const DeviceProfile& device, const Call& call) { return norm_gradient(device, call, false, 2); },
-    {&norm_backward_rows, &norm_backward_few, &norm_backward_registers, &norm_backward_means, &norm_backward_tiles, &sum_columns_kernel}};
-const Planned add_rms_norm{"add_rms_norm",
-                           [](const DeviceProfile& device, const Call& call) { return norm(device, call, false, 2); },
-                           {&norm_forward_registers, &norm_forward_two_pass}};
-const Planned add_rms_norm_backward{
-    "add_rms_norm_backward",
-    [](const DeviceProfile& device, const Call& call) { return norm_gradient(device, call, false, 3); },
-    {&norm_backward_rows, &norm_backward_few, &norm_backward_registers, &norm_backward_means, &norm_backward_tiles, &sum_columns_kernel}};
-const Planned layer_norm{"layer_norm",
-                         [](const DeviceProfile& device, const Call& call) { return norm(device, call, true, 1); },
-                         {&norm_forward_registers, &norm_forward_two_pass}};
-const Planned layer_norm_backward{
-    "layer_norm_backward",
-    [](const DeviceProfile& device, const Call& call) { return norm_gradient(device, call, true, 2); },
-    {&norm_backward_rows, &norm_backward_few, &norm_backward_registers, &norm_backward_means, &norm_backward_tiles, &sum_columns_kernel}};
-
-}  // namespace
 }  // namespace liger::launch

@@ -1,6 +1,7 @@
-// Lists the kernel instances of RMSNorm, add+RMSNorm and LayerNorm, and plans their launches, which csrc/gpu executes (launch.h). `vec`:
-// elements per access; 1 where 16-byte accesses do not fit the rows.
+// Lists the kernel instances of RMSNorm, add+RMSNorm and LayerNorm, and plans their launches from the kernels' arguments (launch.h).
+// `vec`: elements per access; 1 where 16-byte accesses do not fit the rows.
 #pragma once
+#include "kernels/norms.h"
 #include "launch/launch.h"
 
 namespace liger::launch {
@@ -47,15 +48,10 @@ constexpr bool norm_forward_has(NormForwardKind kind, const Instance& instance) 
   return instance.vec > 1 || !kind.same_dtype;
 }
 
-Launch norm_forward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, NormForwardKind, const Knobs* = nullptr);
+template <bool Centered> NormForwardKind norm_forward_kind(const NormForward<Centered>&, int vec);
+template <bool Centered> Launches op_launches(const DeviceProfile&, const NormForward<Centered>&, const Knobs* = nullptr);
 
 // The backward.
-struct NormBackwardKind {
-  bool centered, mixed;  // centered: LayerNorm; mixed: dy, dsum and z do not all have one dtype
-  bool frozen;  // no parameter needs a gradient, and the weight has z's dtype
-  int inputs;  // number of tensors that the kernel reads: dy, z and, if present, dsum
-};
-
 // Persistent blocks whose registers hold sums over rows, for their columns: dweight, and for LayerNorm (centered) dbias. Each block, or
 // cluster, writes one partial row.
 LaunchPlan plan_norm_backward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, bool centered, const Knobs& = {});
@@ -79,12 +75,18 @@ constexpr bool norm_backward_reads_twice(bool centered, int vec, int k) { return
 inline constexpr Kernel norm_backward_means("NormBackwardMeans", Instance{row_threads, 1}, Instance{row_threads, wide});
 inline constexpr Kernel norm_backward_tiles("NormBackwardTiles", Instance{independent_threads, 1}, Instance{independent_threads, wide});
 
-struct NormBackwardLaunches {
-  Launch means;  // NormBackwardMeans: runs before NormBackwardTiles if dz is requested
-  Launch main;   // NormBackwardRows, NormBackwardFew or NormBackwardRegisters; NormBackwardTiles if plan.path is two_pass
-};
-NormBackwardLaunches norm_backward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, NormBackwardKind, const Knobs* = nullptr);
+// One launch of NormBackwardRows, NormBackwardFew or NormBackwardRegisters, or NormBackwardMeans (if dz is requested) and
+// NormBackwardTiles. SumColumns follows kernels that write partial rows.
+template <bool Centered> Launches op_launches(const DeviceProfile&, const NormBackward<Centered>&, const Knobs* = nullptr);
 // The most partial rows that the backward writes, on either path (Path in plan.h), at any alignment and with any knobs.
 int64_t norm_partial_rows(const DeviceProfile&, int64_t rows, int64_t cols, bool centered);
+// The workspace of the backward: row_means and, if dweight or dbias is computed, the partial rows behind them. The size is enough for any
+// alignment of the tensors.
+constexpr int64_t row_means_floats(int64_t rows) { return round_up(2 * rows, 4); }
+template <bool Centered> int64_t workspace_bytes(const DeviceProfile& device, const NormBackward<Centered>& op) {
+  int64_t floats = row_means_floats(op.rows);
+  if (op.dweight.data || op.dbias.data) floats += norm_partial_rows(device, op.rows, op.cols, Centered) * op.cols * (Centered ? 2 : 1);
+  return floats * int64_t{sizeof(float)};
+}
 
 }  // namespace liger::launch

@@ -139,20 +139,20 @@ LaunchPlan plan_row_tiles(const DeviceProfile& device, int64_t rows, int64_t col
   return plan;
 }
 
-RopePlan plan_rope(const DeviceProfile& device, int64_t positions, int64_t q_heads, int64_t k_heads, int64_t places, int heads_per_thread,
-                   const Knobs& knobs) {
-  RopePlan plan;
-  plan.launch.warp = device.warp;
-  plan.launch.block = static_cast<int>(with_knob_pow2(128, knobs.block, 64, 256));
+std::pair<LaunchPlan, int64_t> plan_rope(const DeviceProfile& device, int64_t positions, int64_t q_heads, int64_t k_heads, int64_t places,
+                                         int heads_per_thread, const Knobs& knobs) {
+  LaunchPlan plan;
+  plan.warp = device.warp;
+  plan.block = static_cast<int>(with_knob_pow2(128, knobs.block, 64, 256));
   plan.lanes = static_cast<int>(std::max<int64_t>(1, places));
   plan.q_slots = static_cast<int>(ceil_div(q_heads, heads_per_thread));
   plan.k_slots = static_cast<int>(ceil_div(k_heads, heads_per_thread));
-  plan.launch.threads_per_row = plan.lanes * (plan.q_slots + plan.k_slots);
+  plan.threads_per_row = plan.lanes * (plan.q_slots + plan.k_slots);
   // Thread numbers fit 31 bits, also those of the last block's idle threads.
-  const int64_t most = ((int64_t{1} << 31) - plan.launch.block) / std::max(1, plan.launch.threads_per_row);
-  plan.positions = std::clamp<int64_t>(most, 1, std::max<int64_t>(1, positions));
-  plan.launch.grid = checked_grid(ceil_div(plan.positions * plan.launch.threads_per_row, plan.launch.block));
-  return plan;
+  const int64_t most = ((int64_t{1} << 31) - plan.block) / std::max(1, plan.threads_per_row);
+  const int64_t covered = std::clamp<int64_t>(most, 1, std::max<int64_t>(1, positions));
+  plan.grid = checked_grid(ceil_div(covered * plan.threads_per_row, plan.block));
+  return {plan, covered};
 }
 
 LaunchPlan plan_column_sum(const DeviceProfile& device, int64_t partial_rows, int64_t first_cols, int64_t second_cols) {

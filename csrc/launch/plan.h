@@ -47,6 +47,7 @@ struct LaunchPlan {
   int shared_offset = 0;    // bytes: where the stages, or the vectors of `slots`, begin in shared memory, behind the reductions' buffers
   bool pdl = false;         // programmatic dependent launch: the kernel may start while the one before it still runs
   int warp = 32;            // threads per warp on this device
+  int lanes = 1, q_slots = 1, k_slots = 1;  // plan_rope
   int partial_rows = 0;     // rows of fp32 partial sums that this kernel writes and a second kernel adds up (dweight, dbias)
 };
 
@@ -118,14 +119,10 @@ LaunchPlan plan_row_tiles(const DeviceProfile&, int64_t rows, int64_t cols, int 
 
 // Rotary embedding. threads_per_row = lanes * (q_slots + k_slots) threads process a position. `lanes` threads side by side process a head;
 // q_slots (k_slots) groups of `lanes` threads share the heads of q (k), at most heads_per_thread heads each. A block may begin at any of a
-// position's threads. All blocks together have fewer than 2^31 threads, so the plan covers only the first `positions` positions.
-struct RopePlan {
-  LaunchPlan launch;
-  int64_t positions = 1;
-  int lanes = 1, q_slots = 1, k_slots = 1;
-};
-RopePlan plan_rope(const DeviceProfile&, int64_t positions, int64_t q_heads, int64_t k_heads, int64_t places, int heads_per_thread,
-                   const Knobs& = {});
+// position's threads. All blocks together have fewer than 2^31 threads, so the plan may cover only the first of the positions.
+// Returns the plan, and the number of these positions.
+std::pair<LaunchPlan, int64_t> plan_rope(const DeviceProfile&, int64_t positions, int64_t q_heads, int64_t k_heads, int64_t places,
+                                         int heads_per_thread, const Knobs& = {});
 
 // The kernel that adds up partial rows (gpu/column_sum.h). Columns come in two groups: dweight's, then dbias's. A block has threads_per_row
 // * vec columns of one group, and all rows. Up to 32 threads share their columns; a thread adds up about four rows, or more if there are

@@ -1,5 +1,6 @@
 // Lists the kernel instances of squared ReLU, and plans their launches, which csrc/gpu executes (launch.h).
 #pragma once
+#include "kernels/relu_squared.h"
 #include "launch/launch.h"
 
 namespace liger::launch {
@@ -11,8 +12,7 @@ inline constexpr Kernel relu_squared_forward("ReluSquaredForwardKernel", Instanc
 inline constexpr Kernel relu_squared_backward("ReluSquaredBackwardKernel", Instance{independent_threads, 1},
                                               Instance{independent_threads, wide});
 
-// kernel: one of the two above. TiledRows (elementwise.h) explains the other arguments.
-Launch relu_squared(const DeviceProfile&, const Kernel& kernel, int64_t rows, int64_t cols, int vec, bool contiguous,
-                    const Knobs* = nullptr);
+Launch op_launch(const DeviceProfile&, const ReluSquaredForward&, const Knobs* = nullptr);
+Launch op_launch(const DeviceProfile&, const ReluSquaredBackward&, const Knobs* = nullptr);
 
 }  // namespace liger::launch

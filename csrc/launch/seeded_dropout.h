@@ -1,5 +1,6 @@
 // Lists the kernel instances of dropout with a seed, and plans their launches, which csrc/gpu executes (launch.h).
 #pragma once
+#include "kernels/seeded_dropout.h"
 #include "launch/launch.h"
 
 namespace liger::launch {
@@ -10,6 +11,6 @@ constexpr int seeded_dropout_vec = 8;  // elements of a vector of any dtype, whi
 inline constexpr Kernel seeded_dropout_kernel("SeededDropoutKernel", Instance{independent_threads, 1},
                                               Instance{independent_threads, seeded_dropout_vec});
 
-Launch seeded_dropout(const DeviceProfile&, int64_t rows, int64_t cols, bool aligned);
+Launch op_launch(const DeviceProfile&, const SeededDropout&);
 
 }  // namespace liger::launch

@@ -2,10 +2,25 @@
 
 #include <algorithm>
 
-#include "launch/op_plans.h"
+#include "kernels/aligned.h"
 
 namespace liger::launch {
 namespace {
+
+struct SoftmaxShape {
+  int64_t rows, cols;
+  int vec;     // elements per access: 16 bytes, if all tensors' rows start at the same offset from a multiple of 16 bytes; else 1
+  bool whole;  // all rows are aligned to 16 bytes and consist of whole vectors
+};
+SoftmaxShape softmax_shape(int64_t rows, int64_t cols, std::initializer_list<Rows> tensors) {
+  const Rows& first = *tensors.begin();
+  bool whole = true, alike = true;
+  for (const Rows& tensor : tensors) {
+    whole &= aligned(tensor, cols);
+    alike &= equally_aligned(tensor, first);
+  }
+  return {rows, cols, alike ? 16 / int(dtype_bytes(first.dtype)) : 1, whole};
+}
 
 struct Direction {
   const Kernel &registers, &any_length;
@@ -103,24 +118,13 @@ Launch softmax(const DeviceProfile& device, SoftmaxShape shape, const Direction&
 
 }  // namespace
 
-Launch softmax_forward(const DeviceProfile& device, const SoftmaxShape& shape, const Knobs* knobs) {
+Launch op_launch(const DeviceProfile& device, const SoftmaxForward& op, const Knobs* knobs) {
+  const SoftmaxShape shape = softmax_shape(op.rows, op.cols, {op.x, {op.y.data, op.y.stride, op.y.dtype}});
   return softmax(device, shape, {softmax_registers, softmax_long, softmax_forward_k, 1, "softmax"}, knobs);
 }
-Launch softmax_backward(const DeviceProfile& device, const SoftmaxShape& shape, const Knobs* knobs) {
+Launch op_launch(const DeviceProfile& device, const SoftmaxBackward& op, const Knobs* knobs) {
+  const SoftmaxShape shape = softmax_shape(op.rows, op.cols, {op.dy, op.y, {op.dx.data, op.dx.stride, op.dx.dtype}});
   return softmax(device, shape, {softmax_backward_registers, softmax_backward_long, softmax_backward_k, 2, "softmax_backward"}, knobs);
 }
 
-// The ops that planned_ops() lists (op_plans.h).
-namespace {
-
-template <auto PlanLaunch> Launches over_rows(const DeviceProfile& device, const Call& call) {
-  if (empty(call)) return {};
-  const bool whole = row_vec(call) > 1;
-  return {PlanLaunch(device, {call.rows, call.cols, call.aligned ? wide_vec(call) : 1, whole}, &call.knobs)};
-}
-
-const Planned forward{"softmax", over_rows<softmax_forward>, {&softmax_registers, &softmax_long}};
-const Planned backward{"softmax_backward", over_rows<softmax_backward>, {&softmax_backward_registers, &softmax_backward_long}};
-
-}  // namespace
 }  // namespace liger::launch

@@ -1,5 +1,6 @@
 // Lists the kernel instances of softmax, and plans their launches, which csrc/gpu executes (launch.h).
 #pragma once
+#include "kernels/softmax.h"
 #include "launch/launch.h"
 
 namespace liger::launch {
@@ -18,12 +19,7 @@ inline constexpr Kernel softmax_backward_registers("SoftmaxBackwardRegisters", I
 inline constexpr Kernel softmax_backward_long("SoftmaxBackwardLong", Instance{row_threads, 1, 4},
                                               Instance{row_threads, wide, softmax_backward_k});
 
-struct SoftmaxShape {
-  int64_t rows, cols;
-  int vec;     // elements per access: 16 bytes, if all tensors' rows start at the same offset from a multiple of 16 bytes; else 1
-  bool whole;  // all rows are aligned to 16 bytes and consist of whole vectors
-};
-Launch softmax_forward(const DeviceProfile&, const SoftmaxShape&, const Knobs* = nullptr);
-Launch softmax_backward(const DeviceProfile&, const SoftmaxShape&, const Knobs* = nullptr);
+Launch op_launch(const DeviceProfile&, const SoftmaxForward&, const Knobs* = nullptr);
+Launch op_launch(const DeviceProfile&, const SoftmaxBackward&, const Knobs* = nullptr);
 
 }  // namespace liger::launch

@@ -1,5 +1,5 @@
 // Tensors for ops/: allocation, and tensors as rows. Each ops file is compiled once for the CPU library and once for the GPU library, with
-// torch's tensors. The files of the fused loss are also compiled for the trace (trace/tensor.h), whose tensors have no data.
+// torch's tensors. It is also compiled for the trace (trace/library.h), whose tensors have no data.
 #pragma once
 #include <algorithm>
 #include <optional>
@@ -8,7 +8,7 @@
 #include "kernels/errors.h"
 #include "kernels/types.h"
 #ifdef LIGER_IS_TRACE
-#include "trace/tensor.h"
+#include "trace/library.h"
 #else
 #include "ops/torch.h"
 #endif

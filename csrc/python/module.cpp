@@ -12,9 +12,7 @@
 
 #include "launch/chunks.h"
 #include "launch/norms.h"
-#include "launch/op_plans.h"
 #include "launch/profiles.h"
-#include "launch/rope.h"
 #include "python/ops.h"
 
 namespace py = pybind11;
@@ -35,14 +33,6 @@ OpBindings::OpBindings(void (*bind)(py::module_&, py::module_&)) { all_bindings(
 }  // namespace liger::python
 
 namespace {
-
-// The element size of a dtype that the GPU library has kernels for, by torch's name.
-int named_dtype_bytes(const std::string& dtype) {
-  static const std::map<std::string, int> sizes{{"float32", 4}, {"bfloat16", 2}, {"float16", 2}};
-  const auto found = sizes.find(dtype);
-  if (found == sizes.end()) throw std::invalid_argument("dtype is '" + dtype + "', expected float32, bfloat16 or float16");
-  return found->second;
-}
 
 // Stores `blocks` times the counts if a multiprocessor holds `blocks` blocks: at least that many clusters fit.
 void set_clusters(DeviceProfile& device, const std::array<int, 4>& counts) {
@@ -83,10 +73,9 @@ void bind_profiles(py::module_& m) {
 // The table for liger_ext_gpu_set_knobs: the bytes of one KnobEntry after another.
 py::bytes packed(const std::vector<std::tuple<std::string, std::string, int, int64_t, int64_t, std::array<int, 3>, Knobs>>& entries) {
   std::vector<KnobEntry> table;
-  const std::vector<std::string> known = planned_ops();
   for (const auto& [device, kernel, vec, rows, cols, heads, knobs] : entries) {
-    if (kernel != every_tunable.name && std::ranges::find(known, kernel) == known.end())
-      throw std::invalid_argument("no op is called '" + kernel + "'");
+    if (std::ranges::find(tunable_names, kernel) == std::end(tunable_names))
+      throw std::invalid_argument("no launch has knobs of the name '" + kernel + "'");
     KnobEntry& entry = table.emplace_back(KnobEntry{{tunable_id(kernel), vec, rows, cols, heads[0], heads[1], heads[2]}, knobs});
     device.copy(entry.device, sizeof(entry.device) - 1);
   }
@@ -108,7 +97,7 @@ void bind_knobs(py::module_& m) {
       .def_readonly("resident", &Knobs::resident);
   m.attr("knob_entry_bytes") = sizeof(KnobEntry);
   m.def("pack_knobs", &packed, py::arg("entries"),
-        "Packs entries for the GPU library: (device name or \"\", an op of plans() or \"every\", elements of an access, rows, cols, "
+        "Packs entries for the GPU library: (device name or \"\", the tunable of a launch or \"every\", elements of an access, rows, cols, "
         "(q_heads, "
         "k_heads, rotary_dim), "
         "Knobs).");
@@ -183,20 +172,15 @@ void bind_plans(py::module_& m) {
       .def_readonly("slots", &LaunchPlan::slots)
       .def_readonly("shared_offset", &LaunchPlan::shared_offset)
       .def_readonly("warp", &LaunchPlan::warp)
+      .def_readonly("lanes", &LaunchPlan::lanes)
+      .def_readonly("q_slots", &LaunchPlan::q_slots)
+      .def_readonly("k_slots", &LaunchPlan::k_slots)
       .def_readonly("partial_rows", &LaunchPlan::partial_rows);
-  py::class_<RopePlan>(m, "RopePlan")
-      .def_readonly("launch", &RopePlan::launch)
-      .def_readonly("positions", &RopePlan::positions)
-      .def_readonly("lanes", &RopePlan::lanes)
-      .def_readonly("q_slots", &RopePlan::q_slots)
-      .def_readonly("k_slots", &RopePlan::k_slots);
   m.def("plan_row", &plan_row, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("tiling"), py::arg("knobs") = Knobs{});
   m.def("plan_row_forward", &plan_row_forward, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("tiling"),
         py::arg("knobs") = Knobs{}, py::arg("cluster_from") = std::numeric_limits<int64_t>::max());
   m.def("plan_norm_backward", &plan_norm_backward, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("vec"), py::arg("centered"),
         py::arg("knobs") = Knobs{});
-  m.def("plan_rope_heads", &plan_rope_heads, py::arg("device"), py::arg("positions"), py::arg("q_heads"), py::arg("k_heads"),
-        py::arg("head_dim"), py::arg("rotary_dim"), py::arg("vec"), py::arg("knobs") = Knobs{});
   m.def("norm_partial_rows", &norm_partial_rows, py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("centered"));
   m.def("padded_vocab", &padded_vocab, py::arg("vocab"));
   py::enum_<Gradients>(m, "Gradients", "The fused loss's strategies for the gradients (csrc/ops/fused_linear.h).")
@@ -222,20 +206,6 @@ void bind_plans(py::module_& m) {
   m.def("equal_chunks", &equal_chunks, py::arg("rows"), py::arg("most"));
 
   bind_launches(m);
-  m.def("planned_ops", &planned_ops, "The ops that plans() accepts.");
-  m.def(
-      "plans",
-      [](const std::string& op, const DeviceProfile& device, int64_t rows, int64_t cols, const std::string& dtype, bool aligned,
-         bool contiguous, const Knobs& knobs, const py::kwargs& facts) {
-        return plans(op, device,
-                     {rows, cols, named_dtype_bytes(dtype), aligned, contiguous, knobs, py::cast<decltype(Call::facts)>(facts)});
-      },
-      py::arg("op"), py::arg("device"), py::arg("rows"), py::arg("cols"), py::arg("dtype") = "bfloat16", py::kw_only(),
-      py::arg("aligned") = true, py::arg("contiguous") = true, py::arg("knobs") = Knobs{},
-      "The launches of an op on a device, in order; no GPU is needed. rows, cols: of x, gate, logits; rope: positions and "
-      "head_dim; "
-      "fused_linear_cross_entropy: tokens and vocabulary. Further arguments are facts (Fact in csrc/launch/op_plans.h) of the ops. "
-      "ValueError lists the ops, or the facts.");
 }
 
 }  // namespace

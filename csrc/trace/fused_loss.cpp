@@ -4,26 +4,6 @@
 #include "schemas.h"
 
 namespace liger::trace {
-namespace {
-
-// Stores an argument in a member of the op's struct.
-template <class T> void store(const Argument& argument, T& member, Recorder& recorder) {
-  if constexpr (requires { member.has_value(); }) {
-    if (!std::holds_alternative<std::monostate>(argument)) store(argument, member.emplace(), recorder);
-  } else if constexpr (std::is_same_v<T, Tensor>) {
-    if (const auto* layout = std::get_if<Layout>(&argument)) member = Tensor(recorder, layout->sizes, layout->strides, layout->dtype);
-  } else {
-    std::visit(
-        [&]<class V>(const V& value) {
-          if constexpr (std::is_convertible_v<V, T>) member = T(value);
-          else throw std::invalid_argument("an argument has a type that the op refuses");
-        },
-        argument);
-  }
-}
-
-}  // namespace
-
 ForwardWork trace_fused_loss(FusedLoss args, bool in_place, Recorder& recorder) {
   check_fused_linear_cross_entropy(args);
   const FusedLossResults results = fused_loss(args);

@@ -3,9 +3,8 @@
 #pragma once
 #include <array>
 #include <span>
-#include <variant>
 
-#include "trace/tensor.h"
+#include "trace/library.h"
 
 namespace liger::trace {
 
@@ -21,11 +20,6 @@ struct FusedLoss;
 ForwardWork trace_fused_loss(FusedLoss, bool in_place, Recorder&);
 
 // The same for the op's arguments in the order of its schema (schemas.h), with a plan in place of gradients, chunk_rows and chunk_classes.
-struct Layout {
-  std::vector<int64_t> sizes, strides;
-  ScalarType dtype;
-};
-using Argument = std::variant<std::monostate, bool, int64_t, double, ScalarType, Layout>;
 using LossPlan = std::array<int64_t, 3>;
 ForwardWork trace_fused_loss(std::span<const Argument>, const LossPlan&, bool in_place, Recorder&);
 

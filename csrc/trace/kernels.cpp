@@ -1,9 +1,18 @@
-// The functions of csrc/kernels that the fused loss calls, for the backend `trace`. They compute nothing: each adds an estimate of its time
-// to the Recorder and, if the Recorder has lists, records its launch (for a GPU) or matmul there.
+// The functions of csrc/kernels for the backend `trace`. They compute nothing: each records its launches (for a GPU) or matmul, if the
+// Recorder has lists. Those of the fused loss also add an estimate of their time.
 #include "kernels/cross_entropy.h"
 #include "kernels/elementwise.h"
 #include "kernels/gemm.h"
 #include "launch/arguments.h"
+#include "launch/dequantize_4bit.h"
+#include "launch/glu.h"
+#include "launch/group_norm.h"
+#include "launch/jsd.h"
+#include "launch/norms.h"
+#include "launch/relu_squared.h"
+#include "launch/rope.h"
+#include "launch/seeded_dropout.h"
+#include "launch/softmax.h"
 #include "ops/tensor.h"
 #include "trace/cost.h"
 
@@ -12,77 +21,114 @@ namespace {
 
 Recorder& stream_recorder(Stream stream) { return *static_cast<Recorder*>(stream.handle); }
 
-// Records a pass over `bytes` bytes of memory.
-template <class Launch> void pass(Stream stream, int64_t bytes, Launch launch) {
+// Returns the launches of an op, with the recorder's knobs if the op takes knobs.
+template <class Op> launch::Launches launches(const Op& op, const Recorder& recorder) {
+  const launch::DeviceProfile& device = *recorder.gpu;
+  if constexpr (requires { launch::op_launches(device, op, recorder.knobs); }) return launch::op_launches(device, op, recorder.knobs);
+  else if constexpr (requires { launch::op_launches(device, op); }) return launch::op_launches(device, op);
+  else if constexpr (requires { launch::op_launch(device, op, recorder.knobs); }) return {launch::op_launch(device, op, recorder.knobs)};
+  else return {launch::op_launch(device, op)};
+}
+template <class Op> void record(const Op& op, Stream stream) {
+  Recorder& recorder = stream_recorder(stream);
+  if (!recorder.lists || !recorder.gpu) return;
+  for (const launch::Launch& one : launches(op, recorder)) recorder.kernels.push_back({one, recorder.times});
+}
+// Records an op that is a pass over `bytes` bytes of memory.
+template <class Op> void pass(const Op& op, Stream stream, int64_t bytes) {
   Recorder& recorder = stream_recorder(stream);
   recorder.seconds += double(recorder.times) * pass_seconds(recorder.rates, double(bytes));
-  if (recorder.lists && recorder.gpu) recorder.kernels.push_back({launch(*recorder.gpu, recorder.knobs), recorder.times});
+  record(op, stream);
 }
-// Returns a function that computes the launch of an op, with the recorder's knobs if the op takes knobs.
-template <class Op> auto launch(const Op& op) {
-  return [&op](const launch::DeviceProfile& device, const launch::Knobs* knobs) {
-    if constexpr (requires { launch::op_launch(device, op, knobs); }) return launch::op_launch(device, op, knobs);
-    else return launch::op_launch(device, op);
-  };
+template <class Op> int64_t workspace(const Op& op, Stream stream) {
+  const Recorder& recorder = stream_recorder(stream);
+  return recorder.gpu ? launch::workspace_bytes(*recorder.gpu, op) : 0;
 }
 int64_t matrix_bytes(const CrossEntropyRows& row, Dtype dtype) { return row.rows * row.vocab * dtype_bytes(dtype); }
 
 }  // namespace
 
-void cross_entropy_counts(const CrossEntropyCounts& op, Stream stream) { pass(stream, op.rows * 8, launch(op)); }
+void cross_entropy_counts(const CrossEntropyCounts& op, Stream stream) { pass(op, stream, op.rows * 8); }
 
 void cross_entropy_forward(const CrossEntropyRows& op, Stream stream) {
-  if (op.rows * op.vocab > 0) pass(stream, matrix_bytes(op, op.logits.dtype), launch(op));
+  if (op.rows * op.vocab > 0) pass(op, stream, matrix_bytes(op, op.logits.dtype));
 }
 
 void cross_entropy_backward(const CrossEntropyBackward& op, Stream stream) {
-  if (op.rows * op.vocab > 0) pass(stream, 2 * op.rows * op.vocab * dtype_bytes(op.logits.dtype), launch(op));
+  if (op.rows * op.vocab > 0) pass(op, stream, 2 * op.rows * op.vocab * dtype_bytes(op.logits.dtype));
 }
 
 void cross_entropy_in_place(const CrossEntropyInPlace& op, Stream stream) {
-  if (op.row.rows * op.row.vocab > 0) pass(stream, 2 * matrix_bytes(op.row, op.row.logits.dtype), launch(op));
+  if (op.row.rows * op.row.vocab > 0) pass(op, stream, 2 * matrix_bytes(op.row, op.row.logits.dtype));
 }
 
 bool cross_entropy_takes_chunks(const CrossEntropyInChunks& op, Stream stream) {
   const Recorder& recorder = stream_recorder(stream);
-  return recorder.gpu && launch::op_launch(*recorder.gpu, op, recorder.knobs).has_value();
+  return recorder.gpu && launch::op_launches(*recorder.gpu, op, recorder.knobs).size() > 0;
 }
 void cross_entropy_in_chunks(const CrossEntropyInChunks& op, Stream stream) {
-  pass(stream, 2 * matrix_bytes(op.row, op.row.logits.dtype),
-       [&](const launch::DeviceProfile& device, const launch::Knobs* knobs) { return launch::op_launch(device, op, knobs).value(); });
+  pass(op, stream, 2 * matrix_bytes(op.row, op.row.logits.dtype));
 }
 
 void cross_entropy_statistics(const CrossEntropyStatistics& op, Stream stream) {
-  if (op.row.rows > 0) pass(stream, matrix_bytes(op.row, op.row.logits.dtype), launch(op));
+  if (op.row.rows > 0) pass(op, stream, matrix_bytes(op.row, op.row.logits.dtype));
 }
 void cross_entropy_merge(const CrossEntropyMerge& op, Stream stream) {
   if (op.row.rows > 0)
-    pass(stream, op.row.rows * op.chunks * CrossEntropyStatistics::slot_count(op.row.moments()) * dtype_bytes(op.accumulator), launch(op));
+    pass(op, stream, op.row.rows * op.chunks * CrossEntropyStatistics::slot_count(op.row.moments()) * dtype_bytes(op.accumulator));
 }
 
 void cross_entropy_reduce(const CrossEntropyReduce& op, Stream stream) {
   if (op.counting && op.reduction == Reduction::none) cross_entropy_counts(*op.counting, stream);
-  if (op.rows > 0 || op.reduction != Reduction::none) pass(stream, op.rows * dtype_bytes(op.accumulator), launch(op));
+  if (op.rows > 0 || op.reduction != Reduction::none) pass(op, stream, op.rows * dtype_bytes(op.accumulator));
 }
 
 void scale_cast(const ScaleCast& op, Stream stream) {
-  if (op.rows * op.cols > 0) pass(stream, op.rows * op.cols * (dtype_bytes(op.in.dtype) + dtype_bytes(op.out.dtype)), launch(op));
+  if (op.rows * op.cols > 0) pass(op, stream, op.rows * op.cols * (dtype_bytes(op.in.dtype) + dtype_bytes(op.out.dtype)));
 }
 void fill_rows(const FillRows& op, Stream stream) {
-  if (op.rows * op.cols > 0) pass(stream, op.rows * op.cols * dtype_bytes(op.matrix.dtype), launch(op));
+  if (op.rows * op.cols > 0) pass(op, stream, op.rows * op.cols * dtype_bytes(op.matrix.dtype));
 }
-int64_t column_sum_workspace(const ColumnSum& op, Stream stream) {
-  const Recorder& recorder = stream_recorder(stream);
-  return recorder.gpu ? launch::column_sum_bytes(launch::op_launch(*recorder.gpu, op)) : 0;
-}
+int64_t column_sum_workspace(const ColumnSum& op, Stream stream) { return workspace(op, stream); }
 void column_sum(const ColumnSum& op, Stream stream) {
   if (op.cols == 0) return;
-  pass(stream, op.rows * op.cols * dtype_bytes(op.in.dtype), launch(op));
-  pass(stream, op.cols * int64_t{sizeof(float)}, [&](const launch::DeviceProfile& device, const launch::Knobs*) {
-    return launch::sum_columns(device, launch::op_launch(device, op).plan.partial_rows, op.cols, 0);
-  });
+  Recorder& recorder = stream_recorder(stream);
+  recorder.seconds += double(recorder.times) * pass_seconds(recorder.rates, double(op.cols * int64_t{sizeof(float)}));
+  pass(op, stream, op.rows * op.cols * dtype_bytes(op.in.dtype));
 }
-void scalar_product(const ScalarProduct& op, Stream stream) { pass(stream, 0, launch(op)); }
+void scalar_product(const ScalarProduct& op, Stream stream) { pass(op, stream, 0); }
+
+void glu_forward(const GluForward& op, Stream stream) { record(op, stream); }
+void glu_backward(const GluBackward& op, Stream stream) { record(op, stream); }
+void relu_squared_forward(const ReluSquaredForward& op, Stream stream) { record(op, stream); }
+void relu_squared_backward(const ReluSquaredBackward& op, Stream stream) { record(op, stream); }
+void softmax_forward(const SoftmaxForward& op, Stream stream) { record(op, stream); }
+void softmax_backward(const SoftmaxBackward& op, Stream stream) { record(op, stream); }
+void jsd_forward(const JsdForward& op, Stream stream) {
+  if (op.in.vocab > 0) record(op, stream);
+}
+void jsd_backward(const JsdBackward& op, Stream stream) {
+  if (op.in.vocab > 0) record(op, stream);
+}
+void rope(const Rope& op, Stream stream) { record(op, stream); }
+void seeded_dropout(const SeededDropout& op, Stream stream) { record(op, stream); }
+void dequantize_4bit(const Dequantize4bit& op, Stream stream) { record(op, stream); }
+void stream_copy(const StreamCopy& op, Stream stream) { record(op, stream); }
+
+int64_t group_norm_forward_workspace(const GroupNormForward& op, Stream stream) { return workspace(op, stream); }
+void group_norm_forward(const GroupNormForward& op, Stream stream) { record(op, stream); }
+int64_t group_norm_backward_workspace(const GroupNormBackward& op, Stream stream) { return workspace(op, stream); }
+void group_norm_backward(const GroupNormBackward& op, Stream stream) { record(op, stream); }
+
+template <bool Centered> void norm_forward(const NormForward<Centered>& op, Stream stream) { record(op, stream); }
+template <bool Centered> int64_t norm_backward_workspace(const NormBackward<Centered>& op, Stream stream) { return workspace(op, stream); }
+template <bool Centered> void norm_backward(const NormBackward<Centered>& op, Stream stream) { record(op, stream); }
+template void norm_forward(const RmsNormForward&, Stream);
+template void norm_forward(const LayerNormForward&, Stream);
+template int64_t norm_backward_workspace(const RmsNormBackward&, Stream);
+template int64_t norm_backward_workspace(const LayerNormBackward&, Stream);
+template void norm_backward(const RmsNormBackward&, Stream);
+template void norm_backward(const LayerNormBackward&, Stream);
 
 void gemm(const Gemm& op, Stream stream) {
   if (op.m == 0 || op.n == 0) return;

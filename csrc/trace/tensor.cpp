@@ -14,9 +14,9 @@ struct Tensor::Memory {
   }
 };
 
-Tensor::Tensor(Recorder& recorder, std::span<const int64_t> sizes, std::span<const int64_t> strides, ScalarType type)
-    : dim_(int64_t(sizes.size())), type_(type) {
-  require(dim_ <= int64_t(sizes_.size()), "a tensor of the trace has at most three dimensions");
+Tensor::Tensor(Recorder& recorder, std::span<const int64_t> sizes, std::span<const int64_t> strides, ScalarType type, int64_t offset)
+    : offset_(offset), dim_(int64_t(sizes.size())), type_(type) {
+  require(dim_ <= int64_t(sizes_.size()), "a tensor of the trace has at most ", sizes_.size(), " dimensions");
   int64_t span = 1;
   for (size_t i = 0; i < sizes.size(); ++i) {
     sizes_[i] = sizes[i], strides_[i] = strides[i];
@@ -31,6 +31,7 @@ int64_t Tensor::numel() const {
   return count;
 }
 bool Tensor::is_contiguous() const {
+  if (numel() == 0) return true;
   int64_t expected = 1;
   for (int64_t i = dim_; i-- > 0; expected *= size(i))
     if (size(i) > 1 && stride(i) != expected) return false;
@@ -46,13 +47,19 @@ Tensor narrow_view(Tensor t, int64_t dim, int64_t start, int64_t length) {
 }
 
 const char* dtype_name(ScalarType type) {
-  static constexpr const char* names[] = {"torch.float32", "torch.bfloat16", "torch.float16", "torch.float64", "torch.int64"};
+  static constexpr const char* names[] = {"torch.float32", "torch.bfloat16", "torch.float16",
+                                          "torch.float64", "torch.int64",    "torch.uint8"};
   return names[int(type)];
 }
 
 Tensor allocate_strided(const Scope& scope, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType type,
                         const Tensor&) {
   return {scope.recorder(), sizes, strides, type};
+}
+
+std::map<std::string_view, TracedOp>& traced_ops() {
+  static std::map<std::string_view, TracedOp> all;
+  return all;
 }
 
 }  // namespace liger::trace

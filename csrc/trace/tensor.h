@@ -1,4 +1,4 @@
-// A tensor without data, for tracing the fused loss (fused_loss.h): the ops run on it and compute nothing, and a Recorder counts its
+// A tensor without data, for tracing ops (library.h): the ops run on it and compute nothing, and a Recorder counts its
 // memory. It has sizes, strides and a dtype. This header declares the same names as ops/torch.h, and ops/tensor.h includes it in place of
 // ops/torch.h where the ops are compiled for the trace.
 #pragma once
@@ -14,18 +14,20 @@
 
 namespace liger::trace {
 
-enum class ScalarType { f32, bf16, f16, f64, Long };  // all but Long have the values of Dtype
+enum class ScalarType { f32, bf16, f16, f64, Long, Byte };  // the first four have the values of Dtype
 
 class Tensor {
  public:
   Tensor() = default;
-  Tensor(Recorder& recorder, std::span<const int64_t> sizes, std::span<const int64_t> strides, ScalarType type);
+  // offset: bytes from a multiple of 16.
+  Tensor(Recorder& recorder, std::span<const int64_t> sizes, std::span<const int64_t> strides, ScalarType type, int64_t offset = 0);
 
   bool defined() const { return memory_ != nullptr; }
   int64_t dim() const { return dim_; }
   int64_t size(int64_t i) const { return sizes_[size_t(i)]; }
   int64_t stride(int64_t i) const { return strides_[size_t(i)]; }
   std::span<const int64_t> sizes() const { return {sizes_.data(), size_t(dim_)}; }
+  std::span<const int64_t> strides() const { return {strides_.data(), size_t(dim_)}; }
   int64_t numel() const;
   bool is_contiguous() const;
   void* data_ptr() const;
@@ -38,16 +40,18 @@ class Tensor {
   std::shared_ptr<Memory> memory_;
   int64_t offset_ = 0;  // bytes
   int64_t dim_ = 0;
-  std::array<int64_t, 3> sizes_{}, strides_{};
+  std::array<int64_t, 5> sizes_{}, strides_{};
   ScalarType type_ = ScalarType::f32;
 };
 
 constexpr bool has_streams = false;
-constexpr int64_t type_bytes(ScalarType type) { return type == ScalarType::Long ? 8 : dtype_bytes(Dtype(type)); }
+constexpr int64_t type_bytes(ScalarType type) {
+  return type == ScalarType::Long ? 8 : type == ScalarType::Byte ? 1 : dtype_bytes(Dtype(type));
+}
 const char* dtype_name(ScalarType type);
 inline ScalarType tensor_type(const Tensor& t) { return t.scalar_type(); }
 inline ScalarType scalar_type(Dtype dtype) { return ScalarType(dtype); }
-inline std::optional<Dtype> kernel_dtype(ScalarType type) { return type == ScalarType::Long ? std::optional<Dtype>() : Dtype(type); }
+inline std::optional<Dtype> kernel_dtype(ScalarType type) { return type >= ScalarType::Long ? std::optional<Dtype>() : Dtype(type); }
 inline bool same_device(const Tensor&, const Tensor&) { return true; }
 inline bool takes_float64(const Tensor& t) { return t.recorder().gpu == nullptr; }
 

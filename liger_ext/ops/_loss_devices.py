@@ -6,7 +6,9 @@ A call stores the index of its device in ``DEVICES``, since torch.compile can st
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -25,9 +27,24 @@ class Device(NamedTuple):
 DEVICES: list[Device] = []
 
 
+_planned: list[int] = []
+
+
+@contextlib.contextmanager
+def planned_for(profile: _C.DeviceProfile) -> Iterator[None]:
+    """Chooses the plans of calls with tensors on any device, such as meta, for a GPU of this profile."""
+    _planned.append(profile_index(profile))
+    try:
+        yield
+    finally:
+        _planned.pop()
+
+
 @assume_constant_result
 def device_index(device: torch.device) -> int:
     """Returns the index of the device of a tensor."""
+    if _planned:
+        return _planned[-1]
     return _gpu(device.index) if device.type == "cuda" else profile_index(None)
 
 

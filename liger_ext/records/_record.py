@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from liger_ext import _C
+from liger_ext._op_calls import OpCalls
+from liger_ext.ops._loss_devices import planned_for
 from liger_ext.records._sizes import Tensors
 
 
@@ -82,20 +84,27 @@ class InputFactory:
         self.dtype, self.device, self.ignored = dtype, device, ignored
         self.generator = generator or torch.Generator().manual_seed(0)
 
+    def _draw(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        """Calls ``function`` with ``arguments``, the shape last. On meta no values are drawn."""
+        if torch.device(self.device).type == "meta":
+            dtype = torch.int64 if function is torch.randint else torch.float32
+            return torch.empty(arguments[-1], dtype=dtype, device="meta")
+        return function(*arguments, generator=self.generator, device=self.generator.device)
+
     def leaf(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0, mean: float = 0.0) -> Tensor:
         """Returns a normally distributed leaf that requires a gradient."""
-        drawn = torch.randn(shape, generator=self.generator, device=self.generator.device)
+        drawn = self._draw(torch.randn, shape)
         return drawn.mul_(scale).add_(mean).to(self.device, dtype or self.dtype).requires_grad_()
 
     def targets(self, rows: int, classes: int, ignore_index: int = -100) -> Tensor:
         """Returns random int64 targets, some of them ``ignore_index``."""
-        drawn = torch.randint(classes, (rows,), generator=self.generator, device=self.generator.device)
+        drawn = self._draw(torch.randint, classes, (rows,))
         if self.ignored:
             drawn[3 :: self.ignored] = ignore_index
         return drawn.to(self.device)
 
     def rope_tables(self, rows: int, rotary: int, batch: int = 1) -> dict[str, Tensor]:
-        angle = torch.rand(batch, rows, rotary, generator=self.generator, device=self.generator.device) * 6.28
+        angle = self._draw(torch.rand, (batch, rows, rotary)) * 6.28
         return {name: f(angle).to(self.device, self.dtype) for name, f in (("cos", torch.cos), ("sin", torch.sin))}
 
 
@@ -147,14 +156,11 @@ class Record:
     llama: Size
 
     # The op's costs: the bytes that forward and backward must move, from the size and the bytes of an element; the
-    # benchmarks; the op whose kernels it runs, "" for its own; the facts that ``_C.plans`` needs beside rows and
-    # columns, from size, dtype, profile and options; and the size and options that tune measures for the Llama's call.
+    # benchmarks; the op whose kernels it runs, "" for its own; and the size and options that tune measures for the
+    # Llama's call.
     moved: Callable[[Size, int], tuple[int, int]]
     timed: tuple[Timed, ...]
-    launched_as: str = ""
-    launch_options: Callable[[Size, torch.dtype, _C.DeviceProfile, Mapping[str, Any]], Mapping[str, Any]] = (
-        lambda size, *_: {}
-    )
+    same_kernels_as: str = ""
     as_tuned: Callable[[Size, torch.dtype, _C.DeviceProfile], tuple[Size, Mapping[str, Any]]] = lambda size, *_: (
         size,
         {},
@@ -162,8 +168,8 @@ class Record:
 
     @property
     def kernels(self) -> str:
-        """The name of the op's kernels in ``_C.plans`` and in the docs."""
-        return self.launched_as or self.name
+        """The name of the op's kernels in the docs and in tuned plans."""
+        return self.same_kernels_as or self.name
 
     def plans(
         self,
@@ -177,22 +183,17 @@ class Record:
     ) -> list[_C.NamedLaunch]:
         """Returns the launches of a call with ``options`` of the function and without gradients of ``frozen`` inputs:
         those of forward and backward; or, with ``name``, those of the op or the backward of this name."""
-        options = options or {}
-        missing = any(name in options and options[name] is None for name in self.parameters)
-        call = {
-            "frozen": bool(self.parameters) and not missing and set(self.parameters) <= set(frozen),
-            "per_row": options.get("reduction") == "none",
-            **self.launch_options(size, dtype, profile, options),
-        }
-        named, rows = str(dtype).removeprefix("torch."), size.batch * size.rows
-        forward, backward = self.kernels, f"{self.kernels}_backward"
-        return [
-            launch
-            for n in ((name,) if name else (forward, backward))
-            for launch in _C.plans(
-                n, profile, rows, size.cols, named, **call, mixed=missing and n == forward, knobs=knobs or _C.Knobs()
-            )
-        ]
+        inputs = self.inputs(InputFactory(dtype, "meta"), size) | dict(options or {})
+        for name_of_input in frozen:
+            inputs[name_of_input].requires_grad_(False)
+        leaves = [v for v in inputs.values() if isinstance(v, Tensor) and v.requires_grad]
+        with planned_for(profile), OpCalls() as calls:
+            results = self.run(**inputs)
+            outputs = [t for t in (results if isinstance(results, tuple) else (results,)) if t is not None]
+            outputs = [t for t in outputs if t.requires_grad]
+            torch.autograd.grad(outputs, leaves, [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in outputs])
+        backward = {"": (False, True), self.kernels: (False,)}.get(name, (True,))
+        return calls.launches(profile, knobs, lambda op: ("_backward" in op) in backward)
 
     def run(self, **arguments: Any) -> Any:
         """Calls the public function."""

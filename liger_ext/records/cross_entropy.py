@@ -196,8 +196,4 @@ CROSS_ENTROPY = Record(
     ),
     outputs=("loss",),
     constants=("weight",),
-    launch_options=lambda size, dtype, profile, options: {
-        "full": costly(options),
-        "aligned": size.cols * dtype.itemsize % 16 == 0,
-    },
 )

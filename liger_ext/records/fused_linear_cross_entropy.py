@@ -16,12 +16,11 @@ from liger_ext import _C
 from liger_ext.ops._checks import accumulator
 from liger_ext.ops._loss_arguments import Call
 from liger_ext.ops._loss_devices import profile_index
-from liger_ext.ops._loss_plan import chunk_rows, plan
+from liger_ext.ops._loss_plan import chunk_rows
 from liger_ext.records._record import InputFactory, Record, Roundings, Size
 from liger_ext.records._sizes import Tensors, stored_steps
 from liger_ext.records.cross_entropy import (
     LOSS_ROUNDINGS,
-    costly,
     cross_entropy,
     cross_entropy_scales,
     torch_cross_entropy,
@@ -113,20 +112,6 @@ def _call(size: Size, dtype: torch.dtype, profile: _C.DeviceProfile) -> Call:
     return Call.uniform(size.rows, size.hidden, size.cols, dtype, profile_index(profile))
 
 
-def _launch_options(
-    size: Size, dtype: torch.dtype, profile: _C.DeviceProfile, options: Mapping[str, Any]
-) -> dict[str, Any]:
-    chosen = plan(_call(size, dtype, profile), options.get("memory", "auto"))
-    return {
-        "hidden": size.hidden,
-        "overlaid": chosen.gradients == int(_C.Gradients.overlaid),
-        "chunk_rows": chosen.rows,
-        "chunk_classes": chosen.classes,
-        "full": costly(options) or bool(options.get("use_token_scaling")),
-        "bias": options.get("bias") is not None,
-    }
-
-
 def _as_tuned(size: Size, dtype: torch.dtype, profile: _C.DeviceProfile) -> tuple[Size, dict[str, int]]:
     """Returns one chunk of rows, with so small a hidden size that the matmuls take little of the measured time."""
     rows = chunk_rows(_call(size, dtype, profile), "low")
@@ -154,7 +139,6 @@ FUSED_LINEAR_CROSS_ENTROPY = Record(
     outputs=("loss",),
     constants=("ce_weight",),
     computes_in=("x", "weight"),
-    launch_options=_launch_options,
     as_tuned=_as_tuned,
     row_length=lambda inputs: inputs["weight"].shape[0],
     rounded=lambda inputs: ("dx",) if inputs.get("reduction") == "none" else (),

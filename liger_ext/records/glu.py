@@ -106,7 +106,7 @@ def _record(
         llama=Size(8192, 14_336),
         moved=matrices(3, 5),
         timed=timed,
-        launched_as=kernels,
+        same_kernels_as=kernels,
     )
 
 

@@ -114,9 +114,4 @@ GROUP_NORM = Record(
         ),
     ),
     parameters=("weight", "bias"),
-    launch_options=lambda size, *_: {
-        "bias": True,
-        "groups": _groups(size),
-        "channel": _elements(size),
-    },
 )

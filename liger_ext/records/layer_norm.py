@@ -57,5 +57,4 @@ LAYER_NORM = Record(
     moved=matrices(2, 3, statistics=8),
     timed=(NORM_TIMED,),
     parameters=("weight", "bias"),
-    launch_options=lambda size, dtype, profile, options: {"bias": options.get("bias", True) is not None},
 )

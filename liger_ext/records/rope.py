@@ -88,8 +88,4 @@ ROPE = Record(
     ),
     outputs=("out0", "out1"),
     constants=("cos", "sin"),
-    launch_options=lambda size, dtype, profile, options: {
-        **dict(zip(("q_heads", "k_heads", "rotary_dim"), size.heads, strict=True)),
-        "interleaved": options.get("layout", "halves") != "halves",
-    },
 )

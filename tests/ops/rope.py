@@ -138,7 +138,7 @@ LARGE = {"rope": _rope}
 
 def rope_heads(launch, call) -> None:
     vec, rotary = launch.instance[0], call.get("rotary_dim") or launch.cols
-    plan = call["rope_plan"](vec)
+    plan = launch.plan
     assert launch.plan.grid * launch.plan.block <= 2**31 and launch.rows <= call["rows"]
     threads = launch.rows * plan.lanes * (plan.q_slots + plan.k_slots)
     assert (launch.plan.grid - 1) * launch.plan.block < threads <= launch.plan.grid * launch.plan.block

@@ -19,12 +19,14 @@ using trace::Recorder;
 trace::ScalarType traced_type(const py::handle& dtype) {
   const ScalarType type(py::reinterpret_borrow<py::object>(dtype));
   if (type == ScalarType::Long) return trace::ScalarType::Long;
+  if (type == ScalarType::Byte) return trace::ScalarType::Byte;
   const std::optional<Dtype> known = kernel_dtype(type);
   require(known.has_value(), "the op has no kernels for ", type.name);
   return trace::scalar_type(*known);
 }
 
-// The arguments of the op, each None, a bool, an int, a float, a dtype, or a tensor's (shape, dtype, readable).
+// The arguments of the op, each None, a bool, an int, a float, a dtype, or a tensor's (shape, dtype, readable), or (shape, dtype, strides,
+// bytes from an address that is a multiple of 16).
 std::vector<Argument> traced_arguments(const py::tuple& values) {
   std::vector<Argument> all;
   for (const py::handle value : values) {
@@ -33,6 +35,12 @@ std::vector<Argument> traced_arguments(const py::tuple& values) {
     else if (py::isinstance<py::int_>(value)) all.emplace_back(value.cast<int64_t>());
     else if (py::isinstance<py::float_>(value)) all.emplace_back(value.cast<double>());
     else if (py::isinstance<py::tuple>(value)) {
+      if (py::len(value) == 4) {
+        const auto [shape, dtype, strides, offset] =
+            value.cast<std::tuple<std::vector<int64_t>, py::object, std::vector<int64_t>, int64_t>>();
+        all.push_back(trace::Layout{shape, strides, traced_type(dtype), offset});
+        continue;
+      }
       const auto [shape, dtype, readable] = value.cast<std::tuple<std::vector<int64_t>, py::object, bool>>();
       trace::Layout layout{shape, std::vector<int64_t>(shape.size()), traced_type(dtype)};  // strides of 0, which the op does not read
       int64_t stride = 1;
@@ -74,6 +82,24 @@ std::pair<std::vector<MatmulFields>, std::vector<std::pair<std::string, int64_t>
   return {matmuls, kernels};
 }
 
+// The launches of an op's call, in order, without matmuls.
+std::vector<launch::Launch> launches(const std::string& op, const DeviceProfile& device, const py::tuple& arguments,
+                                     const launch::Knobs& knobs) {
+  const auto found = trace::traced_ops().find(op);
+  if (found == trace::traced_ops().end()) {
+    std::string known;
+    for (const auto& [name, traced] : trace::traced_ops()) known += (known.empty() ? "" : ", ") + std::string(name);
+    throw std::invalid_argument("no op is called '" + op + "'; known: " + known);
+  }
+  const Rates rates = launch::device_rates(&device);
+  Recorder recorder(&device, rates, true);
+  recorder.knobs = &knobs;
+  found->second(traced_arguments(arguments), recorder);
+  std::vector<launch::Launch> all;
+  for (const auto& one : recorder.kernels) all.push_back(one.launch);
+  return all;
+}
+
 }  // namespace
 
 const OpBindings trace_bindings([](py::module_& m, py::module_&) {
@@ -93,6 +119,9 @@ const OpBindings trace_bindings([](py::module_& m, py::module_&) {
   m.def("loss_costs", &costs, py::arg("arguments"), py::arg("plans"), py::arg("in_place"), py::arg("gpu").none(true), py::arg("rates"),
         "For each plan (gradients, rows, classes): peak bytes beside the arguments, estimated seconds, and the multiplications of the "
         "matmuls of the forward and of the backward; zeros for a call that the op refuses.");
+  m.def("plans", &launches, py::arg("op"), py::arg("device"), py::arg("arguments"), py::kw_only(), py::arg("knobs") = launch::Knobs{},
+        "The launches of a call of an op on a device, in order; no GPU is needed. arguments: of its schema, with a tensor's "
+        "(shape, dtype, strides, bytes behind a multiple of 16) in place of each tensor.");
   m.def("loss_trace", &lists, py::arg("arguments"), py::arg("plan"), py::arg("gpu").none(true), py::arg("rates"),
         "The work of a plan, in order: matmuls (m, n, k, whether it accumulates, count), and kernels with their counts.");
 });
