@@ -2,7 +2,7 @@
 forced plans.
 
 They run on a GPU and on the host target (test_host_target); the CPU kernels have no plans. On the host target they also
-check that the launches equal ``_C.plans``, for built-in and for tuned plans.
+check that a call launches what the trace of its ops lists (``_C.plans``), for built-in and for tuned plans.
 """
 
 from dataclasses import replace
@@ -10,10 +10,11 @@ from dataclasses import replace
 import instances
 import pytest
 import torch
-from cases import differentiable_outputs, library_lines, tensor_leaves
+from cases import differentiable_outputs, laid_out, library_lines, tensor_leaves
 from gpu_paths import arguments, call_size
 
 from liger_ext import _C, _devices, _tuned
+from liger_ext._op_calls import OpCalls
 from liger_ext.records import RECORDS, InputFactory
 from liger_ext.testing import OPS, forced_plans, judge
 from liger_ext.tune import Case
@@ -76,48 +77,88 @@ def launched():
     return [(instances.instance_key(name), *map(int, numbers)) for *numbers, name in lines]
 
 
-def run(op, options=None):
-    made = RECORDS[op].inputs(InputFactory(torch.bfloat16), CASES[op].size) | (options or {})
+def run(op, arguments):
+    """Returns what a call launched, and the calls of ops that it made."""
     launched()
-    outputs = differentiable_outputs(OPS[op].run(**made))
-    torch.autograd.grad([t.float().sum() for t in outputs], tensor_leaves(made))
-    return launched()
+    with OpCalls() as calls:
+        outputs = differentiable_outputs(OPS[op].run(**arguments))
+        if leaves := tensor_leaves(arguments):
+            torch.autograd.grad([t.float().sum() for t in outputs], leaves)
+    return launched(), calls
 
 
-def planned(op, knobs, options=None):
-    device = _devices.running_profile(0)
-    made = RECORDS[op].plans(device, CASES[op].size, torch.bfloat16, knobs=_C.Knobs(**knobs), options=options)
+def fields(launches):
     return [
         ((launch.kernel, tuple(launch.instance)), launch.plan.grid, launch.plan.block, launch.plan.smem)
-        for launch in made
+        for launch in launches
     ]
+
+
+def planned(calls, knobs):
+    return fields(calls.launches(_devices.running_profile(0), _C.Knobs(**knobs)))
+
+
+def inputs(op, size=None):
+    return RECORDS[op].inputs(InputFactory(torch.bfloat16), size or CASES[op].size)
 
 
 @pytest.mark.host
 @pytest.mark.parametrize("op", CASES)
 def test_what_is_planned_is_launched(op):
-    assert planned(op, {}) != planned(op, OTHER)
-    for knobs in ({}, OTHER):
-        with forced_plans(**knobs):
-            assert run(op) == planned(op, knobs)
-    assert run(op) == planned(op, {})
+    found, calls = run(op, inputs(op))
+    assert found == planned(calls, {}) != planned(calls, OTHER)
+    with forced_plans(**OTHER):
+        assert run(op, inputs(op))[0] == planned(calls, OTHER)
+    if not RECORDS[op].llama.hidden:  # a loss on the CPU has another plan
+        assert found == fields(RECORDS[op].plans(_devices.running_profile(0), CASES[op].size, torch.bfloat16))
+
+
+def changed(arguments, change):
+    """Returns the arguments with other dtypes, layouts or gradients."""
+    made = dict(arguments)
+    for name, t in arguments.items():
+        if not isinstance(t, torch.Tensor) or not t.is_floating_point():
+            continue
+        t = t.detach()
+        if change == "other parameters" and name in ("weight", "bias"):
+            t = t.float()
+        if change in ("offset", "padded", "columns") and t.dim() == 2 and name != "weight":
+            t = laid_out(t, change)
+        made[name] = t.requires_grad_(arguments[name].requires_grad and change not in (f"no d{name}", "no gradient"))
+    return made
+
+
+CHANGES = ["other parameters", "offset", "padded", "columns", "empty", "no gradient", "no dx", "no dweight", "no dbias"]
+OPTIONS = [
+    ("layer_norm", {"bias": None}),
+    ("layer_norm", {"weight": None, "bias": None}),
+    ("group_norm", {"bias": None}),
+    ("swiglu", {"down_multiplier": 2.0}),
+    ("rope", {"layout": "interleaved"}),
+    ("cross_entropy", {"softcap": 10.0}),
+    ("cross_entropy", {"reduction": "none"}),
+    ("fused_linear_cross_entropy", {"softcap": 10.0}),
+    ("fused_linear_cross_entropy", {"use_token_scaling": True}),
+    ("fused_linear_cross_entropy", {"reduction": "none"}),
+]
 
 
 @pytest.mark.host
-@pytest.mark.parametrize(
-    ("op", "options"),
-    [
-        ("layer_norm", {"bias": None}),
-        ("cross_entropy", {"softcap": 10.0}),
-        ("cross_entropy", {"reduction": "none"}),
-        ("fused_linear_cross_entropy", {"softcap": 10.0}),
-        ("fused_linear_cross_entropy", {"use_token_scaling": True}),
-        ("fused_linear_cross_entropy", {"reduction": "none"}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("op", CASES)
+def test_what_is_planned_for_other_tensors_is_launched(op, change):
+    """Other dtypes of parameters, layouts and gradients."""
+    size = CASES[op].size
+    arguments = changed(inputs(op, replace(size, rows=0) if change == "empty" else size), change)
+    found, calls = run(op, arguments)
+    assert found == planned(calls, {})
+
+
+@pytest.mark.host
+@pytest.mark.parametrize(("op", "options"), OPTIONS, ids=str)
 def test_what_is_planned_with_options_is_launched(op, options):
-    assert run(op, options) == planned(op, {}, options)
+    found, calls = run(op, inputs(op) | options)
+    assert found == planned(calls, {})
 
 
 @pytest.mark.host
@@ -132,13 +173,15 @@ def test_an_entry_is_found_by_its_calls_alone(op):
         name = changed.pop("device", device.name)
         return _tuned.pack([_tuned.Entry(name, "", replace(key, **changed), OTHER, 0, 0) for key in keys])
 
+    def launched_with(installed):
+        _tuned.install(installed)
+        return run(op, inputs(op))[0]
+
+    _, calls = run(op, inputs(op))
     try:
-        _tuned.install(table())
-        assert run(op) == planned(op, OTHER)
-        _tuned.install(table(rows=16))  # 9 rows round up to 16
-        assert run(op) == planned(op, OTHER)
+        assert launched_with(table()) == planned(calls, OTHER)
+        assert launched_with(table(rows=16)) == planned(calls, OTHER)  # 9 rows round up to 16
         for other in ({"rows": 17}, {"cols": 520}, {"vec": 4}, {"heads": (1, 1, 1)}, {"device": "another GPU"}):
-            _tuned.install(table(**other))
-            assert run(op) == planned(op, {}), other
+            assert launched_with(table(**other)) == planned(calls, {}), other
     finally:
         _tuned.install(b"")
