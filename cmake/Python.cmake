@@ -2,14 +2,20 @@
 # liger_ext._C, one small module for each Python. Both are free of torch. So they also work if torch's libraries do not load. First the
 # trace: ops, compiled for tensors without data.
 file(GLOB trace_sources CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/csrc/trace/*.cpp")
-set(traced_ops ${LIGER_OPS})
-list(FILTER traced_ops EXCLUDE REGEX "/(torch|boxed)[.]cpp$")
-add_library(liger_trace OBJECT ${trace_sources} ${traced_ops})
-target_include_directories(liger_trace PRIVATE csrc)
-target_compile_definitions(liger_trace PRIVATE LIGER_BACKEND=trace LIGER_IS_GPU=0 LIGER_IS_TRACE=1)
-set_target_properties(liger_trace PROPERTIES CXX_VISIBILITY_PRESET default)
+set(small_ops ${LIGER_OPS})
+list(FILTER small_ops EXCLUDE REGEX "/(torch|boxed|tensor|loss|head|row_sum|fused_linear.*)[.]cpp$")
+set(fast_ops ${LIGER_OPS})
+list(FILTER fast_ops INCLUDE REGEX "/(tensor|loss|head|row_sum|fused_linear.*)[.]cpp$")
+add_library(liger_trace OBJECT ${trace_sources} ${fast_ops})   # the fused loss runs it for each plan that it considers
+add_library(liger_trace_small OBJECT ${small_ops})             # optimised for size: only tests, the doctor and tune run it
+target_compile_options(liger_trace_small PRIVATE -Os)
+foreach(target liger_trace liger_trace_small)
+  target_include_directories(${target} PRIVATE csrc)
+  target_compile_definitions(${target} PRIVATE LIGER_BACKEND=trace LIGER_IS_GPU=0 LIGER_IS_TRACE=1)
+  set_target_properties(${target} PROPERTIES CXX_VISIBILITY_PRESET default)
+endforeach()
 
-add_library(liger_ext_plans SHARED ${launch_sources} $<TARGET_OBJECTS:liger_trace>)
+add_library(liger_ext_plans SHARED ${launch_sources} $<TARGET_OBJECTS:liger_trace> $<TARGET_OBJECTS:liger_trace_small>)
 target_include_directories(liger_ext_plans PRIVATE csrc)
 target_compile_definitions(liger_ext_plans PRIVATE LIGER_BACKEND=python)
 set_target_properties(liger_ext_plans PROPERTIES CXX_VISIBILITY_PRESET default)   # _C calls its functions

@@ -23,20 +23,13 @@ struct Layout {
 using Argument = std::variant<std::monostate, bool, int64_t, double, ScalarType, Layout>;
 
 // Stores an argument in a parameter of an op, or in a member of its struct. Throws std::invalid_argument for a type that the op refuses.
-template <class T> void store(const Argument& argument, T& to, Recorder& recorder) {
-  if constexpr (requires { to.has_value(); }) {
-    if (!std::holds_alternative<std::monostate>(argument)) store(argument, to.emplace(), recorder);
-  } else if constexpr (std::is_same_v<T, Tensor>) {
-    if (const auto* layout = std::get_if<Layout>(&argument))
-      to = Tensor(recorder, layout->sizes, layout->strides, layout->dtype, layout->offset);
-  } else {
-    std::visit(
-        [&]<class V>(const V& value) {
-          if constexpr (std::is_convertible_v<V, T>) to = T(value);
-          else throw std::invalid_argument("an argument has a type that the op refuses");
-        },
-        argument);
-  }
+void store(const Argument&, Tensor& to, Recorder&);
+void store(const Argument&, bool& to, Recorder&);
+void store(const Argument&, int64_t& to, Recorder&);
+void store(const Argument&, double& to, Recorder&);
+void store(const Argument&, ScalarType& to, Recorder&);
+template <class T> void store(const Argument& argument, std::optional<T>& to, Recorder& recorder) {
+  if (!std::holds_alternative<std::monostate>(argument)) store(argument, to.emplace(), recorder);
 }
 
 // Calls a function with arguments without data, whose memory does not count.
@@ -62,9 +55,9 @@ struct Library {
   explicit Library(void (*implement)(Library&)) { implement(*this); }
   void impl(const char* name, TracedOp op) { traced_ops()[name] = op; }
 };
-#define STABLE_TORCH_LIBRARY_IMPL(name, key, m)                        \
-  static void implement_ops(::liger::trace::Library&);                 \
-  static const ::liger::trace::Library library_of_ops(&implement_ops); \
+#define STABLE_TORCH_LIBRARY_IMPL(name, key, m)                      \
+  static void implement_ops(::liger::trace::Library&);               \
+  static const ::liger::trace::Library registration(&implement_ops); \
   static void implement_ops(::liger::trace::Library& m)
 
 }  // namespace liger::trace

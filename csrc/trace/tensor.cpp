@@ -31,11 +31,13 @@ int64_t Tensor::numel() const {
   return count;
 }
 bool Tensor::is_contiguous() const {
-  if (numel() == 0) return true;
   int64_t expected = 1;
-  for (int64_t i = dim_; i-- > 0; expected *= size(i))
-    if (size(i) > 1 && stride(i) != expected) return false;
-  return true;
+  bool regular = true;
+  for (int64_t i = dim_; i-- > 0; expected *= size(i)) {
+    if (size(i) == 0) return true;
+    regular &= size(i) == 1 || stride(i) == expected;
+  }
+  return regular;
 }
 void* Tensor::data_ptr() const { return memory_->address + offset_; }
 Recorder& Tensor::recorder() const { return memory_->recorder; }
@@ -56,6 +58,28 @@ Tensor allocate_strided(const Scope& scope, const std::vector<int64_t>& sizes, c
                         const Tensor&) {
   return {scope.recorder(), sizes, strides, type};
 }
+
+namespace {
+
+template <class T> void convert(const Argument& argument, T& to) {
+  std::visit(
+      [&]<class V>(const V& value) {
+        if constexpr (std::is_convertible_v<V, T>) to = T(value);
+        else throw std::invalid_argument("an argument has a type that the op refuses");
+      },
+      argument);
+}
+
+}  // namespace
+
+void store(const Argument& argument, Tensor& to, Recorder& recorder) {
+  if (const auto* layout = std::get_if<Layout>(&argument))
+    to = Tensor(recorder, layout->sizes, layout->strides, layout->dtype, layout->offset);
+}
+void store(const Argument& argument, bool& to, Recorder&) { convert(argument, to); }
+void store(const Argument& argument, int64_t& to, Recorder&) { convert(argument, to); }
+void store(const Argument& argument, double& to, Recorder&) { convert(argument, to); }
+void store(const Argument& argument, ScalarType& to, Recorder&) { convert(argument, to); }
 
 std::map<std::string_view, TracedOp>& traced_ops() {
   static std::map<std::string_view, TracedOp> all;

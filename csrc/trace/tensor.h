@@ -40,7 +40,7 @@ class Tensor {
   std::shared_ptr<Memory> memory_;
   int64_t offset_ = 0;  // bytes
   int64_t dim_ = 0;
-  std::array<int64_t, 5> sizes_{}, strides_{};
+  std::array<int64_t, 4> sizes_{}, strides_{};
   ScalarType type_ = ScalarType::f32;
 };
 
