@@ -109,7 +109,7 @@ def without_data(values: dict[str, Any]) -> LossArguments:
     for name in _FLAGS:
         if type(values[name]) is not bool:
             found[name] = bool(values[name])
-    return LossArguments._make(found.values())
+    return LossArguments(*found.values())  # torch 2.11 breaks no graph with the result of _make
 
 
 class Call(NamedTuple):
