@@ -27,7 +27,7 @@ from liger_ext.ops._checks import (
 from liger_ext.ops._fused_linear_op import USER_RESULTS, autocast_dtype, call_op
 from liger_ext.ops._loss_arguments import FLOATS, Call, matmul_dtype, with_defaults, without_data
 from liger_ext.ops._loss_devices import device_index
-from liger_ext.ops._loss_plan import Plan, plan, shard_rows
+from liger_ext.ops._loss_plan import Plan, plan
 from liger_ext.ops._sharded_vocabulary import is_dtensor, local_tensors, sharded_loss
 from liger_ext.ops.count_rows import CountedRows, for_all_rows, gather, listed_rows
 from liger_ext.ops.cross_entropy import class_weight
@@ -115,23 +115,18 @@ def fused_loss(
         need_dweight=grad and weight.requires_grad,
         need_dbias=grad and bias is not None and bias.requires_grad,
     )
-    needs = values["need_dx"] or values["need_dweight"] or values["need_dbias"]
-    chosen = Plan(_ACCUMULATED if needs else 0, 1, 1)
-    if weight.dim() == 2 and (shard is not None or weight.shape[0] > 0):  # the op raises an error for other weights
-        call = Call(
-            without_data(values),
-            device_index(x.device),
+    all_rows = 0 if listed is None else target.numel()
+    if shard is not None:
+        outputs = sharded_loss(shard, values, memory, all_rows, copies)
+    else:
+        needs = values["need_dx"] or values["need_dweight"] or values["need_dbias"]
+        chosen = Plan(_ACCUMULATED if needs else 0, 1, 1)
+        if weight.dim() == 2 and weight.shape[0] > 0:  # the op raises an error for other weights
             # No overlaid plan in a graph: it would overwrite a result of another op.
-            overlays=shard is None and not torch.compiler.is_compiling(),
-            all_rows=0 if listed is None else target.numel(),
-            copies=copies,
-        )
-        if shard is None:
-            chosen = plan(call, memory)
-        else:
-            chosen = chosen._replace(rows=shard_rows(call.resized(vocab=max(1, *shard.sizes)), memory))
-    values["gradients"], values["chunk_rows"], values["chunk_classes"] = chosen
-    outputs = call_op(*values.values()) if shard is None else sharded_loss(shard, values)
+            overlays = not torch.compiler.is_compiling()
+            chosen = plan(Call(without_data(values), device_index(x.device), overlays, all_rows, copies=copies), memory)
+        values["gradients"], values["chunk_rows"], values["chunk_classes"] = chosen
+        outputs = call_op(*values.values())
     if listed is not None:
         wanted = reduction == "none", *(values[f"return_{name}"] for name in USER_RESULTS[1:])
         outputs = for_all_rows(outputs, listed[0], target.numel(), *wanted)

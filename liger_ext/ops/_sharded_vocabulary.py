@@ -30,8 +30,9 @@ from liger_ext.ops._fused_linear_op import (
     recomputed_rows,
     scale_gradient,
 )
-from liger_ext.ops._loss_arguments import NAMES, OPTIONS, matmul_dtype, wide_logits
-from liger_ext.ops._loss_plan import padded_vocab
+from liger_ext.ops._loss_arguments import NAMES, OPTIONS, Call, matmul_dtype, wide_logits, without_data
+from liger_ext.ops._loss_devices import device_index
+from liger_ext.ops._loss_plan import Plan, padded_vocab, shard_rows
 from liger_ext.ops._register import register_without_derivative
 from liger_ext.ops._schema import called_by_name, selector
 
@@ -230,9 +231,14 @@ class _ShardedLoss(torch.autograd.Function):
 
 
 @disabled_in_graphs
-def sharded_loss(shard: Shard, values: dict[str, object]) -> tuple[Tensor, ...]:
-    """Returns the op's first seven results, as ``fused_loss`` does. ``values``: the op's arguments; ``chunk_rows``, the
-    number of rows of logits that may exist at a time, is the only part of the plan with an effect."""
+def sharded_loss(
+    shard: Shard, values: dict[str, object], memory: str | int | Plan, all_rows: int, copies: int
+) -> tuple[Tensor, ...]:
+    """Returns the op's first seven results, as ``fused_loss`` does. ``values``: the op's arguments, of which the plan
+    has no effect; ``all_rows``, ``copies``: as in ``Call``."""
+    device = device_index(values["x"].device)
+    call = Call(without_data(values), device, overlays=False, all_rows=all_rows, copies=copies)
+    values["chunk_rows"] = shard_rows(call.resized(vocab=max(1, *shard.sizes)), memory)
     return _ShardedLoss.apply(shard, *values.values())
 
 
