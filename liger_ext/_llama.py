@@ -21,12 +21,15 @@ SHAPE = (
 )
 
 
-def plans(profile: _C.DeviceProfile) -> Iterator[tuple[str, list[_C.NamedLaunch]]]:
-    """Yields the name of each op with its own kernels, and of its backward, with the launches."""
+def plans(profile: _C.DeviceProfile) -> Iterator[tuple[str, list[_C.NamedLaunch] | Exception]]:
+    """Yields the name of each op with its own kernels, and of its backward, with the launches or the op's error."""
     for record in RECORDS.values():
         if record.kernels == record.name:
             for name in (record.name, f"{record.name}_backward"):
-                yield name, record.plans(profile, record.llama, DTYPE, name)
+                try:
+                    yield name, record.plans(profile, record.llama, DTYPE, name)
+                except Exception as error:  # any error is reported, and the other ops are planned
+                    yield name, error
 
 
 def fused_loss_bytes(call: Call, memory: str | int) -> int:

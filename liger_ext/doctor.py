@@ -151,21 +151,24 @@ def _installation() -> Iterator[Problem]:
 
 
 def plan_lines(profile: _C.DeviceProfile) -> list[dict[str, Any]]:
-    """Returns each launch of a Llama-shaped call of each op."""
-    return [
-        {
-            "op": op,
-            "kernel": launch.kernel,
-            **{name: getattr(launch.plan, name) for name in ("grid", "block", "cluster", "smem", "vec", "k")},
-        }
-        for op, launches in _llama.plans(profile)
-        for launch in launches
-    ]
+    """Returns each launch of a Llama-shaped call of each op, or the error that the op raised."""
+    lines: list[dict[str, Any]] = []
+    for op, launches in _llama.plans(profile):
+        if isinstance(launches, Exception):
+            lines.append({"op": op, "raised": inspection.error_sentence(launches)})
+            continue
+        for launch in launches:
+            plan = {name: getattr(launch.plan, name) for name in ("grid", "block", "cluster", "smem", "vec", "k")}
+            lines.append({"op": op, "kernel": launch.kernel, **plan})
+    return lines
 
 
 def _print_plans(title: str, profile: _C.DeviceProfile) -> None:
     print(f"\nPlans for {title}: {_llama.SHAPE}")
     for op, launches in _llama.plans(profile):
+        if isinstance(launches, Exception):
+            print(f"  {op:36}raised {inspection.error_sentence(launches)}")
+            continue
         shown = []
         for launch in launches:
             plan = launch.plan
@@ -202,7 +205,7 @@ def self_test(device: str) -> list[dict[str, Any]]:
             line |= {"what": worst.what, "measure": worst.measure, "error": worst.error, "bound": worst.bound}
             line |= {"ratio": worst.ratio, "share": max(m.share for m in measured), "passed": bool(worst.ratio <= 1)}
         except Exception as error:  # any error is reported, and the other ops still run
-            line |= {"raised": f"{type(error).__name__}: {error}", "passed": False}
+            line |= {"raised": inspection.error_sentence(error), "passed": False}
         results.append(line)
     return results
 

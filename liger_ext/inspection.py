@@ -111,7 +111,7 @@ def read_config(source: str, trust_remote_code: bool) -> "PretrainedConfig":
     except Exception as error:  # of transformers, the hub or the model's own code
         if "trust_remote_code" in str(error):
             raise Impossible(f"{source} comes with Python code: --trust-remote-code runs it") from None
-        raise Impossible(f"the configuration of {source} cannot be read: {_sentence(error)}") from None
+        raise Impossible(f"the configuration of {source} cannot be read: {error_sentence(error)}") from None
 
 
 def build(config: "PretrainedConfig", device: torch.device, trust_remote_code: bool = False) -> "PreTrainedModel":
@@ -139,12 +139,12 @@ def build(config: "PretrainedConfig", device: torch.device, trust_remote_code: b
     except Impossible:
         raise
     except Exception as error:  # of transformers or the model's own code
-        raise Impossible(f"{config.model_type} cannot be built: {_sentence(error)}") from None
+        raise Impossible(f"{config.model_type} cannot be built: {error_sentence(error)}") from None
     finally:
         torch.set_default_dtype(kept)
 
 
-def _sentence(error: BaseException) -> str:
+def error_sentence(error: BaseException) -> str:
     """Returns an error's type and text in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
 

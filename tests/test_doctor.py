@@ -103,6 +103,12 @@ def test_an_op_that_raises_is_found_and_the_others_run(quick, monkeypatch, capsy
     assert found["status"] == 1 and len(found["problems"]) == len({line["device"] for line in found["self_test"]})
     assert "swiglu in float32 on cpu raised RuntimeError: no kernel" in found["problems"][0]["what"]
     assert {line["op"] for line in found["self_test"] if not line["passed"]} == {"swiglu"}
+    assert doctor.main(["doctor", "--json", "--profile", "H100"]) == 0
+    planned = json.loads(capsys.readouterr().out)["plans"]
+    raised = {line["op"]: line["raised"] for line in planned if "raised" in line}
+    assert raised == dict.fromkeys(("swiglu", "swiglu_backward"), "RuntimeError: no kernel") and len(planned) > 9
+    assert doctor.main(["doctor", "--profile", "H100"]) == 0
+    assert "swiglu_backward                     raised RuntimeError: no kernel" in capsys.readouterr().out
 
 
 def test_json_of_a_wrong_result_is_json(quick, monkeypatch, capsys):
