@@ -7,6 +7,7 @@ kernel. To run it by hand after ``make host`` has built the library::
     LIGER_EXT_LIB=liger_ext/lib/host LIGER_EXT_HOST_WARP=64 python -m pytest tests/host_kernels.py -k softmax
 """
 
+import functools
 import itertools
 import os
 import re
@@ -20,12 +21,13 @@ import pytest
 import test_linear_log_probs as log_probs
 import torch
 from cases import LOW, ahead_target, laid_out, library_lines, normal, random_targets, slow_if
+from kernel_cases import Case
 from ops import BY_NAME, EXAMPLES, IDS
 from ops.glu import check_h, h_cases
 
 from liger_ext import _C
 from liger_ext.ops._loss_plan import SMALLEST, Plan
-from liger_ext.records import RECORDS, InputFactory, Size
+from liger_ext.records import RECORDS, Size
 from liger_ext.testing import judge
 
 torch.set_num_threads(1)  # kernels of the host target run on one thread, and the references are small
@@ -60,28 +62,14 @@ ROWS = [
 ]
 
 
-def row_op(op, rows, cols, dtype, *, layout="contiguous", weight_dtype=None, other_dtype=None, **options):
-    """Judges a row op, all of whose tensors require gradients."""
-    made = RECORDS[op].inputs(InputFactory(dtype), Size(rows, cols))
-    for i, (name, t) in enumerate(made.items()):
-        if not isinstance(t, torch.Tensor):
-            continue
-        if t.dim() > 1:
-            made[name] = laid_out(t.detach().to(other_dtype if i and other_dtype else dtype), layout).requires_grad_()
-        elif weight_dtype:
-            made[name] = t.detach().to(weight_dtype).requires_grad_()
-    judge(op, made | options)
+def run(op, rows, cols, dtype, *, hidden=0, layout="", other_dtype=(), **options):
+    """Judges a call with the inputs of the op's record. ``hidden``: of a fused loss."""
+    case = Case(op, Size(rows, cols, hidden=hidden), dtype, options=options, layout=layout, other_dtype=other_dtype)
+    judge(op, kernel_cases.with_gradients(case, case.inputs()))
 
 
-def loss(rows, vocab, dtype, *, layout="contiguous", **options):
-    logits = laid_out(normal(rows, vocab, dtype=dtype, scale=3), layout).requires_grad_()
-    judge("cross_entropy", {"logits": logits, "target": random_targets(rows, vocab), **options})
-
-
-def fused_loss(rows, vocab, dtype, *, hidden=8, **options):
-    x, weight = normal(rows, hidden, dtype=dtype), normal(vocab, hidden, dtype=dtype, seed=1)
-    inputs = {"x": x.requires_grad_(), "weight": weight.requires_grad_(), "target": random_targets(rows, vocab)}
-    judge("fused_linear_cross_entropy", inputs | options)
+loss = functools.partial(run, "cross_entropy")
+fused_loss = functools.partial(run, "fused_linear_cross_entropy", hidden=8)
 
 
 @pytest.mark.parametrize("case", [slow_if(not case.quick, case) for case in kernel_cases.cases()], ids=str)
@@ -104,7 +92,7 @@ def test_small(example, dtype):
 )
 @pytest.mark.parametrize("op", ROWS)
 def test_odd_sizes(op, rows, cols, dtype):
-    row_op(op, rows, cols, dtype)
+    run(op, rows, cols, dtype)
 
 
 # Row lengths in 16-byte vectors: two to eight vectors per thread in blocks of up to 1,024 threads, and two-pass rows.
@@ -116,17 +104,17 @@ def test_odd_sizes(op, rows, cols, dtype):
 @pytest.mark.parametrize("op", ROWS)
 def test_long_rows(op, rows, vectors, dtype):
     cols = vectors * 16 // dtype.itemsize
-    row_op(op, rows, cols, dtype)
+    run(op, rows, cols, dtype)
     if RECORDS[op].parameters:  # parameters of another dtype have other kernel instances
-        row_op(op, rows, cols, dtype, weight_dtype=torch.bfloat16 if dtype == torch.float32 else torch.float32)
+        run(op, rows, cols, dtype, other_dtype=RECORDS[op].parameters)
 
 
 @dtypes
 @pytest.mark.parametrize("op", ROWS)
 def test_long_unaligned_rows(op, dtype):
-    row_op(op, 2, 4097, dtype)
-    row_op(op, 9, 40, dtype, layout="padded")
-    row_op(op, 3, 24, dtype, layout="offset")
+    run(op, 2, 4097, dtype)
+    run(op, 9, 40, dtype, layout="padded")
+    run(op, 3, 24, dtype, layout="offset")
 
 
 @dtypes
@@ -142,8 +130,8 @@ def test_softmax_of_a_gradient_at_another_address(cols, dtype):
 
 @dtypes
 def test_mixed_dtypes(dtype):
-    row_op("add_rms_norm", 3, 40, dtype, other_dtype=torch.bfloat16, casting_mode="gemma", offset=1.0)
-    row_op("geglu", 3, 33, dtype, approximate="none")
+    run("add_rms_norm", 3, 40, dtype, other_dtype=("residual",), casting_mode="gemma", offset=1.0)
+    run("geglu", 3, 33, dtype, approximate="none")
     # Only a direct call of the op has an upstream gradient of another dtype than the activations.
     x, weight = normal(5, 48, dtype=dtype), normal(48, dtype=dtype, seed=2)
     dy = normal(5, 48, dtype=torch.bfloat16, seed=1)
@@ -183,7 +171,7 @@ def test_fused_loss(rows, vocab, reduction, dtype):
 @dtypes
 def test_fused_loss_in_vocabulary_chunks(dtype):
     """Rows that are one vector longer than a block processes."""
-    fused_loss(3, 8200, dtype, bias=normal(8200, dtype=dtype, seed=5).requires_grad_())
+    fused_loss(3, 8200, dtype, bias=normal(8200, dtype=dtype, seed=5))
     fused_loss(3, 1025, dtype, memory=SMALLEST)
 
 
@@ -209,7 +197,7 @@ def test_log_probs(rows, vocab, dtype):
 
 @dtypes
 def test_fused_loss_unaligned(dtype):
-    bias = laid_out(normal(35, dtype=dtype, seed=5), "offset").requires_grad_()
+    bias = laid_out(normal(35, dtype=dtype, seed=5), "offset")
     class_weight = laid_out(normal(35, seed=6).abs() + 0.1, "offset")
     fused_loss(9, 35, dtype, hidden=7, bias=bias, ce_weight=class_weight, reduction="none")
     # Saved tensors may come back at another address.
@@ -235,10 +223,10 @@ def test_rows_of_clusters(dtype):
     shared memory."""
     wide = 16 // dtype.itemsize
     for op in ("rms_norm", "add_rms_norm", "layer_norm"):
-        row_op(op, 2, 33_000 * wide, dtype)
-        row_op(op, 2, 33_000 * wide, dtype, weight_dtype=torch.float32 if dtype != torch.float32 else torch.bfloat16)
-    judge("group_norm", RECORDS["group_norm"].inputs(InputFactory(dtype), Size(1, 150_016 * wide)))
-    row_op("softmax", 40, 16 * wide, dtype)
+        run(op, 2, 33_000 * wide, dtype)
+        run(op, 2, 33_000 * wide, dtype, other_dtype=RECORDS[op].parameters)
+    run("group_norm", 1, 150_016 * wide, dtype)
+    run("softmax", 40, 16 * wide, dtype)
     fused_loss(1, 130_000 * wide, dtype, hidden=2)
     for vectors in (18_000, 22_000):
         fused_loss(2, vectors * wide, dtype, hidden=2)

@@ -9,43 +9,13 @@ exponentials of the GPU kernels, with the host's exponential function.
 import ops
 import pytest
 import torch
-from cases import normal, random_targets
+from cases import normal
+from kernel_cases import with_gradients
 
 from liger_ext.testing import OPS, _leaves, named_outputs
 
 FACTOR = 1.5
 ENOUGH, DRAWS = 1500, 3  # errors per result that suffice; draws at most
-
-
-def rows(seed: int, *shape: int, scale: float = 1.0, mean: float = 0.0) -> torch.Tensor:
-    return normal(*shape, seed=seed, scale=scale, mean=mean).requires_grad_()
-
-
-def _cases():
-    for tokens, hidden in ((256, 512), (4096, 1024), (8192, 256)):
-        weight, bias = rows(2, hidden, scale=0.3, mean=1), rows(3, hidden)
-        x, residual = rows(0, tokens, hidden), rows(1, tokens, hidden)
-        size = f"{tokens}x{hidden}"
-        yield f"rms_norm {size}", "rms_norm", {"x": x, "weight": weight}
-        yield f"add_rms_norm {size}", "add_rms_norm", {"x": x, "residual": residual, "weight": weight}
-        yield f"layer_norm {size}", "layer_norm", {"x": x, "weight": weight, "bias": bias}
-    gate, up = rows(0, 2048, 512, scale=2), rows(1, 2048, 512)
-    yield "swiglu", "swiglu", {"gate": gate, "up": up}
-    yield "geglu", "geglu", {"gate": gate, "up": up}
-    yield "geglu, exact", "geglu", {"gate": gate, "up": up, "approximate": "none"}
-    angle = normal(1, 256, 64, seed=4, scale=6)
-    tables = {"cos": angle.cos(), "sin": angle.sin()}
-    yield "rope", "rope", {"q": rows(0, 2, 8, 256, 64), "k": rows(1, 2, 2, 256, 64), **tables}
-    for vocab in (1000, 16_000):
-        logits, target = rows(0, 512, vocab, scale=3), random_targets(512, vocab, ignored=0)
-        yield f"softmax {vocab}", "softmax", {"x": logits}
-        yield f"cross_entropy {vocab}", "cross_entropy", {"logits": logits, "target": target}
-        smooth = {"label_smoothing": 0.1}
-        yield f"cross_entropy {vocab}, smoothed", "cross_entropy", {"logits": logits, "target": target, **smooth}
-    head = {"x": rows(0, 512, 128), "weight": rows(1, 4000, 128, scale=0.2), "target": random_targets(512, 4000)}
-    for reduction in ("mean", "none"):
-        yield f"fused loss, {reduction}", "fused_linear_cross_entropy", {**head, "reduction": reduction}
-    yield from ops.exact_cases()
 
 
 def results(function, inputs, dtype=None):
@@ -61,11 +31,6 @@ def results(function, inputs, dtype=None):
     return {name: t.detach().double() for name, t in made.items() if t.dim()}
 
 
-def placed(value, device):
-    tensor = isinstance(value, torch.Tensor)
-    return value.detach().to(device).requires_grad_(value.requires_grad) if tensor else value
-
-
 def redrawn(inputs, draw):
     """Rolls the rows of each tensor by another number, so that products and sums combine other rows. Draw 0 changes
     nothing."""
@@ -74,12 +39,11 @@ def redrawn(inputs, draw):
     return inputs | {name: inputs[name].detach().roll(step, -2).requires_grad_() for name, step in steps.items()}
 
 
-CASES = list(_cases())
-
-
-@pytest.mark.parametrize("op, inputs", [c[1:] for c in CASES], ids=[c[0] for c in CASES])
-def test_fp32(op, inputs, device):
-    inputs = {name: placed(value, device) for name, value in inputs.items()}
+@pytest.mark.parametrize("case", ops.EXACT, ids=str)
+def test_fp32(case, device):
+    op = case.op
+    drawn = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in case.inputs().items()}
+    inputs = with_gradients(case, drawn)
     ours, theirs = {}, {}  # errors of all draws by name
     for draw in range(DRAWS):
         if ours and min(sum(map(len, errors)) for errors in ours.values()) >= ENOUGH:

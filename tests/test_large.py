@@ -1,14 +1,17 @@
 """Tensors that span more than 2^31 elements, so that their offsets need 64 bits. On a CPU, three rows lie far apart,
 and the memory between them is never touched; on a GPU, most tensors have all these elements."""
 
+import itertools
+
 import pytest
 import torch
 from cases import normal, random_targets
 from op_plans import plans
-from ops import LARGE
+from ops import LARGE, OPS
 
 from liger_ext import _devices
 from liger_ext import functional as F
+from liger_ext.records import RECORDS, InputFactory, Size
 
 FAR = 2**30 + 8  # distance of two rows: the third row starts past 2^31 elements
 
@@ -19,20 +22,40 @@ def far_apart(*, seed, cols=64, dtype=torch.bfloat16):
     return rows.copy_(normal(3, cols, dtype=dtype, seed=seed))
 
 
+def call(op, a, b, weight=None):
+    """Calls an op with the inputs of its record, where a replaces the first matrix, and b the others. A target is a
+    function of its row of a. Returns the first result."""
+    inputs = RECORDS[op].inputs(InputFactory(a.dtype, "meta"), LARGE.get(op, Size)(*a.shape))
+    matrices = itertools.chain([a], itertools.repeat(b.to(a.dtype)))
+    for name, t in inputs.items():
+        if not isinstance(t, torch.Tensor):
+            continue
+        if t.dtype == torch.int64:
+            inputs[name] = a.detach()[:, :3].argmin(-1)
+        elif t.dim() == 1:
+            inputs[name] = weight if name == "weight" and weight is not None and weight.shape == t.shape else None
+        elif t.numel() == a.numel():
+            inputs[name] = next(matrices).view(t.shape)
+        else:
+            inputs[name] = next(matrices)[: len(t)].contiguous()
+    result = RECORDS[op].run(**inputs, **({"reduction": "none"} if op == "cross_entropy" else {}))
+    return result[0] if isinstance(result, tuple) else result
+
+
 def is_row_op(op):
     """Returns whether each row of the op's result depends only on the same row of its inputs."""
     x = normal(5, 64)
-    return LARGE[op](x, x, None).shape[:1] == x.shape[:1]
+    return call(op, x, x).shape[:1] == x.shape[:1]
 
 
-ROW_OPS = [op for op in LARGE if is_row_op(op)]
+ROW_OPS = [op for op in OPS if is_row_op(op)]
 
 
-@pytest.mark.parametrize("op", LARGE)
+@pytest.mark.parametrize("op", OPS)
 def test_rows_far_apart(op):
     a, b = far_apart(seed=0).requires_grad_(), far_apart(seed=1)
     near = a.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
-    y, expected = LARGE[op](a, b, None), LARGE[op](near, b.contiguous(), None)
+    y, expected = call(op, a, b), call(op, near, b.contiguous())
     assert torch.equal(y, expected)
     dy = normal(*y.shape, dtype=y.dtype, seed=2)
     assert torch.equal(torch.autograd.grad(y, a, dy)[0], torch.autograd.grad(expected, near, dy)[0])
@@ -43,12 +66,12 @@ def test_outputs_that_the_system_maps_afresh(op):
     """Outputs of more than 32 MiB, whose pages are requested before the kernel: all is written, as in small outputs."""
     rows, cols = 1301, 8210  # 41 MiB; neither a multiple of the page size nor of the vector width
     a, b = normal(rows, cols, dtype=torch.float32, seed=0).requires_grad_(), normal(rows, cols, seed=1).float()
-    y = LARGE[op](a, b, None)
+    y = call(op, a, b)
     dy = normal(*y.shape, dtype=y.dtype, seed=2)
     (dx,) = torch.autograd.grad(y, a, dy)
     for part in (slice(0, 3), slice(650, 653), slice(rows - 3, rows)):
         x = a[part].detach().requires_grad_()
-        small = LARGE[op](x, b[part], None)
+        small = call(op, x, b[part])
         assert torch.equal(y[part], small)
         assert torch.equal(dx[part], torch.autograd.grad(small, x, dy[part])[0])
 
@@ -78,19 +101,19 @@ def test_row_ops(op, free_memory):
     x = large().requires_grad_()
     weight = torch.ones(COLS, device="cuda").requires_grad_()
 
-    def call(t):
-        return LARGE[op](t, t.detach(), weight)
+    def result(t):
+        return call(op, t, t.detach(), weight)
 
-    y = call(x)
+    y = result(x)
     dy = torch.ones_like(y)
     dx, dweight = torch.autograd.grad(y, (x, weight), dy, allow_unused=True)
     tail = x.detach()[-LAST:].clone().requires_grad_()
-    expected = call(tail)
+    expected = result(tail)
     # Few rows have another plan: the results may differ by one rounding.
     torch.testing.assert_close(y[-LAST:], expected)
     torch.testing.assert_close(dx[-LAST:], torch.autograd.grad(expected, tail, dy[-LAST:])[0])
     if dweight is not None:
-        total = sum(call(part).double().sum(0) for part in x.detach().split(2**16))
+        total = sum(result(part).double().sum(0) for part in x.detach().split(2**16))
         assert ((dweight.double() - total).abs() / ROWS**0.5).max() < 0.02
 
 

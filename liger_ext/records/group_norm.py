@@ -72,13 +72,14 @@ def _elements(size: Size) -> int:
 
 
 def _groups(size: Size) -> int:
-    return math.gcd(size.rows, 32)
+    """Returns the groups of an image. There are ``size.batch`` images, or if it is 1, as many as have 32 groups."""
+    return size.rows // size.batch if size.batch > 1 else math.gcd(size.rows, 32)
 
 
 def _inputs(make: InputFactory, size: Size) -> dict[str, Any]:
     groups, elements = _groups(size), _elements(size)
     channels = groups * (size.cols // elements)
-    x = make.leaf(size.rows // groups, channels, elements)
+    x = make.leaf(size.rows // groups, channels, elements, mean=3)
     weight = {"weight": make.leaf(channels, mean=1, scale=0.3), "bias": make.leaf(channels)}
     return {"x": x, "num_groups": groups, **weight}
 

@@ -42,7 +42,7 @@ def layer_norm_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tensor
 
 def _inputs(make: InputFactory, size: Size) -> dict[str, Any]:
     weight = {"weight": make.leaf(size.cols, mean=1, scale=0.3), "bias": make.leaf(size.cols)}
-    return {"x": make.leaf(size.rows, size.cols), **weight}
+    return {"x": make.leaf(size.rows, size.cols, mean=3), **weight}
 
 
 LAYER_NORM = Record(

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from calls import Call, Draw
-from cases import example, laid_out, normal
+from cases import example, normal
+from kernel_cases import kernel_cases
 from layouts import bits
 from plan_model import row_tiles
 from torch import Tensor
 
 import liger_ext
 from liger_ext import _C
-from liger_ext import functional as F
+from liger_ext.records import Size
 
 EXAMPLES = [
     example("swiglu", gate=(3, 5, 33), up=(3, 5, 33)),
@@ -28,23 +28,23 @@ EXAMPLES = [
 ]
 
 
-def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
-    def pair(rows: int, cols: int, layout: str = "contiguous", scale: float = 2.0, **more):
-        tensors = [laid_out(normal(rows, cols, dtype=dtype, seed=s, scale=scale), layout) for s in (1, 2)]
-        return dict(zip(("gate", "up"), tensors, strict=True)) | more
+KERNEL_CASES = [
+    case
+    for op, options in (("swiglu", {}), ("geglu", {}), ("geglu", {"approximate": "none"}))
+    for case in (
+        *kernel_cases(op, (3, 1024), (3, 33), (130, 16), (2, 5000), quick=[(3, 33)], options=options),
+        *kernel_cases(op, (3, 40), layout="offset", options=options),
+        *kernel_cases(f"{op}_packed", (3, 200), (3, 17), (2, 2500), quick=[(3, 200)], options=options),
+    )
+]
+_multiplied = {"gate_multiplier": 1.5, "down_multiplier": 0.25}
+KERNEL_CASES += kernel_cases("swiglu", (3, 200), options=_multiplied, change=lambda inputs: inputs["gate"].mul_(10))
 
-    def both(rows: int, cols: int, more: dict[str, Any]):
-        return {"gate_up": normal(rows, cols, dtype=dtype, scale=3), **more}
 
-    for op, more in (("swiglu", {}), ("geglu", {}), ("geglu", {"approximate": "none"})):
-        for rows, cols in ((3, 1024), (3, 33), (130, 16), (2, 5000)):
-            yield op, f"{rows}x{cols} {more}", cols == 33, lambda r=rows, c=cols, m=more: pair(r, c, **m)
-        yield op, f"offset {more}", False, lambda m=more: pair(3, 40, "offset", **m)
-        packed = f"{op}_packed"
-        for rows, cols in ((3, 400), (3, 34), (2, 5000)):
-            yield packed, f"{rows}x{cols} {more}", cols == 400, functools.partial(both, rows, cols, more)
-    multipliers = {"gate_multiplier": 1.5, "down_multiplier": 0.25}
-    yield "swiglu", "multipliers", False, lambda: pair(3, 200, scale=20.0, **multipliers)
+EXACT = [
+    *kernel_cases("swiglu geglu", (2048, 512)),
+    *kernel_cases("geglu", (2048, 512), options={"approximate": "none"}),
+]
 
 
 # The backward that also computes h, which no public function calls --------------------------------------------------
@@ -127,12 +127,7 @@ BAD = [
     ("geglu_packed", "odd", {"gate_up": (3, 7)}, ["gate_up", "7", "even"]),
 ]  # fmt: skip
 
-LARGE = {
-    "swiglu": lambda a, b, _: F.swiglu(a, b),
-    "geglu": lambda a, b, _: F.geglu(a, b),
-    "swiglu_packed": lambda a, b, _: F.swiglu_packed(a),
-    "geglu_packed": lambda a, b, _: F.geglu_packed(a),
-}
+LARGE = dict.fromkeys(("swiglu_packed", "geglu_packed"), lambda rows, cols: Size(rows, cols // 2))
 
 
 # Which elements a launch processes ----------------------------------------------------------------------------------

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from calls import Call, Draw
-from cases import example, laid_out, normal
+from cases import example, normal
+from kernel_cases import kernel_cases
 
 import liger_ext
-from liger_ext import functional as F
+from liger_ext.records import Size
 
 EXAMPLES = [
     example("group_norm", x=(3, 6, 5), num_groups=2, weight=(6,), bias=(6,)),
@@ -41,48 +39,32 @@ _SHAPES = [
 ]  # fmt: skip
 
 
-def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
-    other = torch.bfloat16 if dtype == torch.float32 else torch.float32
-
-    def inputs(batch: int, groups: int, channels: int, elements: int, layout: str = "contiguous", **types: Any):
-        x = laid_out(normal(batch, groups * channels, elements, dtype=dtype, mean=3), layout)
-        made: dict[str, Any] = {"x": x, "num_groups": groups}
-        for seed, name in enumerate(("weight", "bias")):
-            kind = types.get(name, dtype)
-            made[name] = (
-                None if kind is None else normal(groups * channels, dtype=kind, seed=9 + seed, scale=0.3, mean=1)
-            )
-        return made
-
-    # The last shapes have enough rows for small blocks, and rows of 1,520 and 2,112 vectors, some of them in shared
-    # memory. Without sums for the parameters the backward has more shared memory for vectors.
-    long, longer = ((16, 1, 2, vectors * 16 // dtype.itemsize) for vectors in (760, 1056))
-    yield "group_norm", "sixteen frozen rows", False, lambda: inputs(*long), "weight", "bias"
-    for shape in (*_SHAPES, long, longer):
-        name = "x".join(map(str, shape))
-        yield "group_norm", name, shape[3] in (11, 16), lambda sizes=shape: inputs(*sizes)
-    few = [(3, 2, 4, 16), (2, 3, 8, 49), (1, 1, 3, 20_000)]
-    for shape in few:
-        name = "x".join(map(str, shape))
-        for what, types in (
-            ("weight of another dtype", {"weight": other}),
-            ("bias of another dtype", {"bias": other}),
-            ("no weight", {"weight": None}),
-            ("no parameters", {"weight": None, "bias": None}),
-        ):
-            yield "group_norm", f"{name} {what}", False, lambda sizes=shape, t=types: inputs(*sizes, **t)
-        for frozen in (("x",), ("weight",), ("x", "bias"), ("weight", "bias")):
-            yield "group_norm", f"{name} frozen {' '.join(frozen)}", False, lambda sizes=shape: inputs(*sizes), *frozen
-    for layout in ("offset", "padded", "transposed"):
-        yield "group_norm", layout, False, lambda how=layout: inputs(2, 2, 3, 40, how)
+def _sizes(*shapes: tuple[int, int, int, int]) -> list[Size]:
+    return [Size(batch * groups, channels * n, hidden=n, batch=batch) for batch, groups, channels, n in shapes]
 
 
-def exact_cases() -> Iterator[tuple]:
-    for shape, groups in (((8, 64, 1024), 32), ((64, 128, 49), 8), ((4, 64, 10_000), 32)):
-        x = normal(*shape).requires_grad_()
-        weight, bias = (normal(shape[1], seed=seed, scale=0.3, mean=3 - seed).requires_grad_() for seed in (2, 3))
-        inputs = {"x": x, "num_groups": groups, "weight": weight, "bias": bias}
-        yield f"group_norm {'x'.join(map(str, shape))}", "group_norm", inputs
+_PARAMETERS = ("weight", "bias")
+# Enough rows for small blocks, and rows of 1,520 and 2,112 vectors, some of them in shared memory. Without sums for the
+# parameters the backward has more shared memory for vectors.
+_LONG, _LONGER = (Size(16, 2 * vectors, hidden=vectors, batch=16) for vectors in (760, 1056))
+_FEW = _sizes((3, 2, 4, 16), (2, 3, 8, 49), (1, 1, 3, 20_000))
+KERNEL_CASES = [
+    *kernel_cases("group_norm", *_sizes(*_SHAPES[:2]), quick=True),
+    *kernel_cases("group_norm", *_sizes(*_SHAPES[2:])),
+    *kernel_cases("group_norm", _LONG, _LONGER, in_vectors=True),
+    *kernel_cases("group_norm", _LONG, in_vectors=True, frozen=_PARAMETERS),
+    *kernel_cases("group_norm", *_FEW, other_dtype=("weight",)),
+    *kernel_cases("group_norm", *_FEW, other_dtype=("bias",)),
+    *kernel_cases("group_norm", *_FEW, options={"weight": None}),
+    *kernel_cases("group_norm", *_FEW, options={"weight": None, "bias": None}),
+]
+for _frozen in (("x",), ("weight",), ("x", "bias"), _PARAMETERS):
+    KERNEL_CASES += kernel_cases("group_norm", *_FEW, frozen=_frozen)
+for _layout in ("offset", "padded", "transposed"):
+    KERNEL_CASES += kernel_cases("group_norm", *_sizes((2, 2, 3, 40)), layout=_layout)
+
+
+EXACT = kernel_cases("group_norm", *_sizes((8, 32, 2, 1024), (64, 8, 16, 49), (4, 32, 2, 10_000)))
 
 
 def group_norm(draw: Draw) -> Call:
@@ -112,7 +94,7 @@ BAD = [
     ("group_norm", "weight_shape", {"x": (2, 8, 3), "num_groups": 2, "weight": (3,)}, ["weight", "(3)", "(8)"]),
     ("group_norm", "bias_shape", {"x": (2, 8, 3), "num_groups": 2, "bias": (8, 1)}, ["bias", "(8, 1)", "(8)"]),
 ]
-LARGE = {"group_norm": lambda a, b, _: F.group_norm(a.unflatten(1, (2, -1)), 2)}
+LARGE = {"group_norm": lambda rows, cols: Size(rows, cols, hidden=cols // 2, batch=rows)}
 DRAWS = {"group_norm": group_norm}
 
 

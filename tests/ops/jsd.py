@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from calls import COLUMNS, Call, Draw
-from cases import Example, laid_out, normal, random_targets
+from cases import Example, normal, random_targets
+from kernel_cases import kernel_cases
 from plan_model import check_rows, reduction_bytes
 from torch import Tensor
 
 import liger_ext
-from liger_ext import functional as F
 from ops.losses import check_singles, logit_tiles
 
 BETAS = (0.5, 0.1, 0.9, 0.0, 1.0)
@@ -48,30 +48,34 @@ EXAMPLES = [
 ]
 
 
-def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
-    def pair(rows: int, vocab: int, student="contiguous", teacher="contiguous", masked=(0, 0), labels=False, beta=0.5):
-        made: dict[str, Any] = {
-            "log_q": laid_out(log_probabilities(rows, vocab, dtype=dtype, seed=0, masked=masked[0]), student),
-            "log_p": laid_out(log_probabilities(rows, vocab, dtype=dtype, seed=1, masked=masked[1]), teacher),
-            "beta": beta,
-        }
-        return made | ({"shift_labels": random_targets(rows, vocab, seed=4)} if labels else {})
+def _masked(student: int, teacher: int) -> Callable:
+    """Returns a change after which every n-th class of student or teacher has the probability 0, never the first."""
 
-    def case(name: str, *shape: int, quick: bool = False, **more: Any) -> tuple[str, str, bool, Callable]:
-        return "jsd", name, quick, lambda: pair(*shape, **more)
+    def change(inputs: dict[str, Any]) -> None:
+        for name, nth in (("log_q", student), ("log_p", teacher)):
+            if nth:
+                inputs[name][:, 1::nth] = -torch.inf
+                inputs[name].copy_(torch.log_softmax(inputs[name].double(), -1))
 
-    for vocab in (1, 7, 100, 1003, 5000):
-        yield case(f"{vocab}", 5, vocab, quick=vocab == 1003)
-    for beta in (0.0, 0.1, 1.0):
-        yield case(f"beta {beta}", 3, 1003, labels=True, beta=beta, quick=beta == 0.1)
-    yield case("32001", 2, 32_001)
-    yield case("40x300", 40, 300, labels=True)
-    yield case("masked by both", 3, 100, masked=(3, 3))
-    yield case("masked by the student", 3, 100, masked=(3, 0), beta=0.9)
-    yield case("masked by the teacher", 3, 100, masked=(0, 3), beta=0.9)
-    for layout in ("offset", "padded"):
-        yield case(f"both {layout}", 3, 1000, student=layout, teacher=layout)
-        yield case(f"teacher {layout}", 3, 40, teacher=layout, labels=True)
+    return change
+
+
+_UNLABELLED = {"shift_labels": None}
+KERNEL_CASES = [
+    *kernel_cases("jsd", *((5, n) for n in (1, 7, 100, 1003, 5000)), quick=[(5, 1003)], options=_UNLABELLED),
+    *kernel_cases("jsd", (2, 32_001), options=_UNLABELLED),
+    *kernel_cases("jsd", (40, 300), (3, 1003)),
+    *kernel_cases("jsd", (3, 1003), options={"beta": 0.1}, quick=True),
+    *kernel_cases("jsd", (3, 1003), options={"beta": 0.0}),
+    *kernel_cases("jsd", (3, 1003), options={"beta": 1.0}),
+    *kernel_cases("jsd", (3, 100), note="masked by both", options=_UNLABELLED, change=_masked(3, 3)),
+]
+for _by, _change in (("student", _masked(3, 0)), ("teacher", _masked(0, 3))):
+    _options = _UNLABELLED | {"beta": 0.9}
+    KERNEL_CASES += kernel_cases("jsd", (3, 100), note=f"masked by the {_by}", options=_options, change=_change)
+for _layout in ("offset", "padded"):
+    KERNEL_CASES += kernel_cases("jsd", (3, 1000), layout=_layout, options=_UNLABELLED)
+    KERNEL_CASES += kernel_cases("jsd", (3, 40), layout=_layout, moved=("log_p",))
 
 
 def jsd(draw: Draw) -> Call:
@@ -113,8 +117,6 @@ BAD = [
     ("jsd", "list", {"log_q": [1.0], "log_p": (3, 8)}, [TypeError, "log_q", "list"]),
     ("jsd", "ignore_dtype", {**_PAIR, "ignore_index": torch.half}, [TypeError, "ignore_index"]),
 ]  # fmt: skip
-
-LARGE = {"jsd": lambda a, b, _: F.jsd(a, b.to(a.dtype))}
 
 
 def _rows(launch, call) -> None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from calls import COLUMNS, LEADING, Call, Draw
-from cases import class_weights, example, laid_out, normal, random_targets
+from cases import class_weights, example, normal, random_targets
+from kernel_cases import kernel_cases, vector_of
 from plan_model import ceil_div, check_held, check_ranges, check_rows, check_singles, check_tiles, reduction_bytes
 from torch import Tensor
 
 import liger_ext
-from liger_ext import functional as F
 from liger_ext.ops._loss_plan import SMALLEST
+from liger_ext.records import Size
 
 _FUSED_LOSS = "fused_linear_cross_entropy"
 _ALL_RESULTS = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
@@ -56,101 +56,102 @@ EXAMPLES = [
 ]
 
 
-def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
-    options = {"label_smoothing": 0.1, "lse_square_scale": 1e-2, "softcap": 5.0}
-    results = _ALL_RESULTS
-    variants: list[tuple[str, dict]] = [
-        ("plain", {}),
-        ("z loss", {"lse_square_scale": 1e-2, "return_z_loss": True}),
-        ("softcap", {"softcap": 20.0, "reduction": "sum"}),
-        ("all", options | results),
-        ("per token", results | {"reduction": "none", "label_smoothing": 0.1}),
-    ]
+def _without_classes(inputs: dict[str, Any]) -> None:
+    inputs["logits"][:, ::5] = -torch.inf
+    inputs["target"].copy_(torch.tensor([1, -100, 7, 1002]))
 
-    def logits(rows: int, vocab: int, layout: str = "contiguous", weighted: bool = False, masked: bool = False, **more):
-        made = {"logits": laid_out(normal(rows, vocab, dtype=dtype, scale=3), layout)}
-        if masked:  # impossible classes
-            made["logits"][:, ::5] = -torch.inf
-        made |= {"target": random_targets(rows, vocab, seed=4), **more}
-        return made | ({"weight": class_weights(vocab)("cpu", dtype)} if weighted else {})
 
-    for vocab in (1, 7, 100, 1003, 5000, 8192):
-        for name, more in variants:
-            weighted = name in ("all", "z loss")
-            quick = (vocab, name) in ((100, "plain"), (1003, "all"), (5000, "plain"))
-            made = functools.partial(logits, 5, vocab, weighted=weighted, **more)
-            yield "cross_entropy", f"{vocab} {name}", quick, made
-    yield "cross_entropy", "32000", False, lambda: logits(2, 32000)
-    yield "cross_entropy", "20x4500", False, lambda: logits(20, 4500)
-    yield "cross_entropy", "offset", False, lambda: logits(4, 1000, "offset")
-    for rows, vocab, weighted in ((4, 1000, False), (9, 20001, False), (9, 20001, True)):
-        more = {"weighted": weighted, **options, **results}
-        made = functools.partial(logits, rows, vocab, "offset", **more)
-        yield "cross_entropy", f"offset {vocab} all" + " weighted" * weighted, False, made
+def _equal_logits(inputs: dict[str, Any]) -> None:
+    inputs["logits"].fill_(1.0).triu_(-1)
+    inputs["target"].copy_(torch.arange(5))
+
+
+def _ignored(inputs: dict[str, Any]) -> None:
+    inputs["target"].fill_(-100)
+
+
+def _one_ignored(inputs: dict[str, Any]) -> None:
+    inputs["target"].copy_(torch.arange(40).masked_fill(torch.arange(40) == 7, -100))
+
+
+_COSTLY = {"label_smoothing": 0.1, "lse_square_scale": 1e-2, "softcap": 5.0}
+_EVERY = _COSTLY | _ALL_RESULTS
+KERNEL_CASES = [
+    *kernel_cases("cross_entropy", (2, 32000), (20, 4500)),
+    *kernel_cases("cross_entropy", (4, 1000), layout="offset"),
+    *kernel_cases("cross_entropy", (4, 1000), (9, 20001), layout="offset", options=_EVERY, note="all"),
+    *kernel_cases(
+        "cross_entropy", (9, 20001), layout="offset", options=_EVERY | {"weight": class_weights(20001)}, note="weighted"
+    ),
     # Rows at any alignment, with equal logits from their first columns on.
-    equal = {"target": torch.arange(5), **results}
-    yield "cross_entropy", "equal logits", True, lambda: equal | {"logits": torch.ones(5, 1003, dtype=dtype).triu(-1)}
-    reachable = {"target": torch.tensor([1, -100, 7, 1002])}
-    yield "cross_entropy", "masked classes", False, lambda: logits(4, 1003, masked=True) | reachable
-    yield "cross_entropy", "ignored", False, lambda: logits(4, 100) | {"target": torch.full((4,), -100)}
+    *kernel_cases("cross_entropy", (5, 1003), options=_ALL_RESULTS, change=_equal_logits, note="equal", quick=True),
+    *kernel_cases("cross_entropy", (4, 1003), change=_without_classes, note="without classes"),
+    *kernel_cases("cross_entropy", (4, 100), change=_ignored, note="ignored"),
+]
+for _vocab in (1, 7, 100, 1003, 5000, 8192):
+    _weight = {"weight": class_weights(_vocab)}
+    for _note, _given in (
+        ("plain", {}),
+        ("z loss", {"lse_square_scale": 1e-2, "return_z_loss": True, **_weight}),
+        ("softcap", {"softcap": 20.0, "reduction": "sum"}),
+        ("all", _EVERY | _weight),
+        ("per token", _ALL_RESULTS | {"reduction": "none", "label_smoothing": 0.1}),
+    ):
+        _quick = (_vocab, _note) in ((100, "plain"), (1003, "all"), (5000, "plain"))
+        KERNEL_CASES += kernel_cases("cross_entropy", (5, _vocab), options=_given, note=_note, quick=_quick)
 
-    def head(rows, hidden, vocab, bias=False, weighted=False, layout="contiguous", **more):
-        made = {
-            "x": normal(rows, hidden, dtype=dtype, seed=1),
-            "weight": normal(vocab, hidden, dtype=dtype, seed=2, scale=0.3),
-        }
-        made |= {"target": random_targets(rows, vocab, seed=4), **more}
-        if bias:
-            made["bias"] = laid_out(normal(vocab, dtype=dtype, seed=3), layout)
-        if weighted:
-            made["ce_weight"] = laid_out(class_weights(vocab)("cpu", dtype), layout)
-        return made
 
-    chunks = {"memory": SMALLEST}
-    fused: list[tuple[str, bool, tuple, dict]] = [
-        ("one chunk", True, (9, 16, 1003), {}),
-        ("one chunk, all", False, (9, 16, 1003, True, True), options | results),
-        ("one odd chunk", False, (9, 8, 35, True), {}),
-        ("held in registers", True, (9, 16, 1051), {}),
-        (
-            "held in registers, per token",
-            False,
-            (150, 8, 1051),
-            {"memory": 1 << 21, "reduction": "none", "lse_square_scale": 1e-4},
-        ),
-        # split: chunks of the vocabulary, too
-        ("split", True, (9, 8, 1051, True), chunks),
-        ("split, all", True, (130, 8, 2500, True, True), options | results | chunks),
-        ("split, tokens scaled", False, (5, 8, 2048), chunks | {"use_token_scaling": True, "lse_square_scale": 1e-2}),
-        ("split per token", False, (130, 7, 1100, True), chunks | {"reduction": "none", "label_smoothing": 0.1}),
-        ("split, offset class weights", True, (9, 8, 1100, True, True), options | chunks | {"layout": "offset"}),
-        ("split, odd vocabulary, options", False, (9, 8, 2051), options | chunks),
-        ("split, odd vocabulary", False, (3, 8, 2051), chunks | {"ce_weight": class_weights(2051)("cpu", dtype)}),
-        (
-            "held in registers, few ignored",
-            False,
-            (40, 8, 1051),
-            {"target": torch.arange(40).masked_fill(torch.arange(40) == 7, -100)},
-        ),
-        ("ignored", False, (9, 16, 100), {"target": torch.full((9,), -100)}),
-        ("chunks", True, (261, 8, 75, True), chunks),
-        ("chunks, all", False, (261, 8, 75, True, True), options | results | chunks),
-        ("chunks per token", False, (261, 8, 64, True), chunks | {"reduction": "none"}),
-        ("chunks, sum, tokens scaled", False, (150, 8, 64), chunks | {"reduction": "sum", "use_token_scaling": True}),
-        # Shared memory holds a part of a row; the kernel reads the other part twice.
-        ("large vocabulary", False, (3, 8, 20001, True), {"softcap": 10.0}),
-        ("larger vocabulary", False, (2, 8, 84001), {"softcap": 10.0}),
-        ("in the compute dtype", False, (261, 8, 75, True), chunks | {"accum_dtype": dtype}),
-        ("odd hidden size", False, (140, 7, 33, True), chunks),
-        ("odd hidden size per token", False, (140, 7, 33), {"reduction": "none"}),
-        ("offset bias and class weights", False, (9, 16, 100, True, True), {"layout": "offset"}),
-    ]
-    for name, quick, positional, named in fused:
-        yield "fused_linear_cross_entropy", name, quick, lambda p=positional, n=named: head(*p, **n)
-    for frozen in ("x", "weight", "bias"):
-        for name, options in (("one chunk", {}), ("chunks", chunks), ("per token", {"reduction": "none", **chunks})):
-            made = functools.partial(head, 261, 8, 75, True, **options)
-            yield "fused_linear_cross_entropy", f"{name} frozen {frozen}", False, made, frozen
+def _fused(note: str, rows: int, hidden: int, vocab: int, *vectors: str, **more: Any) -> None:
+    """Adds a case. vectors: bias and ce_weight, or one of them. quick, frozen, change, layout: as in ``Case``; other
+    arguments are options."""
+    fields = {name: more.pop(name) for name in ("quick", "frozen", "change", "layout") if name in more}
+    draws = {"bias": vector_of(vocab), "ce_weight": class_weights(vocab)}
+    options = {name: draws[name] for name in vectors} | more
+    moved = vectors if "layout" in fields else ()
+    size = Size(rows, vocab, hidden=hidden)
+    KERNEL_CASES.extend(kernel_cases(_FUSED_LOSS, size, note=note, options=options, moved=moved, **fields))
+
+
+_CHUNKS, _BOTH = {"memory": SMALLEST}, ("bias", "ce_weight")
+_fused("one chunk", 9, 16, 1003, quick=True)
+_fused("one chunk, all", 9, 16, 1003, *_BOTH, **_EVERY)
+_fused("one odd chunk", 9, 8, 35, "bias")
+_fused("held in registers", 9, 16, 1051, quick=True)
+_fused("held in registers, per token", 150, 8, 1051, memory=1 << 21, reduction="none", lse_square_scale=1e-4)
+_fused("held in registers, one ignored", 40, 8, 1051, change=_one_ignored)
+# Split: chunks of the vocabulary, too.
+_fused("split", 9, 8, 1051, "bias", **_CHUNKS, quick=True)
+_fused("split, all", 130, 8, 2500, *_BOTH, **_EVERY, **_CHUNKS, quick=True)
+_fused("split, tokens scaled", 5, 8, 2048, **_CHUNKS, use_token_scaling=True, lse_square_scale=1e-2)
+_fused("split per token", 130, 7, 1100, "bias", **_CHUNKS, reduction="none", label_smoothing=0.1)
+_fused("split", 9, 8, 1100, *_BOTH, **_COSTLY, **_CHUNKS, layout="offset", quick=True)
+_fused("split, odd vocabulary, options", 9, 8, 2051, **_COSTLY, **_CHUNKS)
+_fused("split, odd vocabulary", 3, 8, 2051, "ce_weight", **_CHUNKS)
+_fused("ignored", 9, 16, 100, change=_ignored)
+_fused("chunks", 261, 8, 75, "bias", **_CHUNKS, quick=True)
+_fused("chunks, all", 261, 8, 75, *_BOTH, **_EVERY, **_CHUNKS)
+_fused("chunks per token", 261, 8, 64, "bias", **_CHUNKS, reduction="none")
+_fused("chunks, sum, tokens scaled", 150, 8, 64, **_CHUNKS, reduction="sum", use_token_scaling=True)
+# Shared memory holds a part of a row; the kernel reads the other part twice.
+_fused("large vocabulary", 3, 8, 20001, "bias", softcap=10.0)
+_fused("larger vocabulary", 2, 8, 84001, softcap=10.0)
+_fused("in the compute dtype", 261, 8, 75, "bias", **_CHUNKS, accum_dtype=lambda device, dtype: dtype)
+_fused("odd hidden size", 140, 7, 33, "bias", **_CHUNKS)
+_fused("odd hidden size per token", 140, 7, 33, reduction="none")
+_fused("one chunk", 9, 16, 100, *_BOTH, layout="offset")
+for _frozen in ("x", "weight", "bias"):
+    _fused("one chunk", 261, 8, 75, "bias", frozen=(_frozen,))
+    _fused("chunks", 261, 8, 75, "bias", **_CHUNKS, frozen=(_frozen,))
+    _fused("per token", 261, 8, 75, "bias", **_CHUNKS, reduction="none", frozen=(_frozen,))
+
+
+_SMOOTHED = {"label_smoothing": 0.1}
+EXACT = [
+    *kernel_cases("cross_entropy", (512, 1000), (512, 16_000)),
+    *kernel_cases("cross_entropy", (512, 1000), (512, 16_000), options=_SMOOTHED),
+    *kernel_cases(_FUSED_LOSS, Size(512, 4000, hidden=128)),
+    *kernel_cases(_FUSED_LOSS, Size(512, 4000, hidden=128), options={"reduction": "none"}),
+]
 
 
 def _options(draw: Draw) -> dict[str, Any]:
@@ -262,14 +263,7 @@ BAD = [
 ]  # fmt: skip
 
 
-def _fused_loss(a: Tensor, b: Tensor, _: None) -> Tensor:
-    return F.fused_linear_cross_entropy(a, b[:3].contiguous(), torch.arange(len(a), device=a.device) % 3)
-
-
-LARGE = {
-    "cross_entropy": lambda a, b, _: F.cross_entropy(a, a.detach()[:, :8].argmin(-1), reduction="none"),
-    "fused_linear_cross_entropy": _fused_loss,
-}
+LARGE = {_FUSED_LOSS: lambda rows, cols: Size(rows, 3, hidden=cols)}
 
 
 # Which elements a launch processes ----------------------------------------------------------------------------------

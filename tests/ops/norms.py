@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from calls import Call, Draw
-from cases import example, laid_out, normal
+from cases import example, normal
+from kernel_cases import kernel_cases
 from plan_model import (
     ceil_div,
     check_batches,
@@ -25,7 +24,6 @@ from plan_model import (
 )
 
 import liger_ext
-from liger_ext import functional as F
 
 EXAMPLES = [
     example("rms_norm", x=(3, 5, 33), weight=(33,)),
@@ -37,78 +35,41 @@ EXAMPLES = [
 ]
 
 
-def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
-    other = torch.bfloat16 if dtype == torch.float32 else torch.float32
-
-    def inputs(
-        names: str, rows: int, cols: int, weights: torch.dtype | None = dtype, layout: str = "contiguous", **more
-    ):
-        made: dict[str, Any] = {}
-        centered = more.pop("centered", False)
-        for seed, name in enumerate(names.split()):
-            made[name] = laid_out(normal(rows, cols, dtype=dtype, seed=seed, mean=3.0 if centered else 0.0), layout)
-        for name in ("weight", "bias") if centered else ("weight",):
-            made[name] = None if weights is None else normal(cols, dtype=weights, seed=9, scale=0.3, mean=1)
-        return made | more
-
-    rows_and_cols = [
-        (5, 64),
-        (37, 512),
-        (3, 33),
-        (7, 4096),
-        (3, 8192),
-        (13, 8192),
-        (3, 16384),
-        (2, 40000),
-        (3, 5001),
-        (70, 8),
-        (200, 1),
-    ]
-    for rows, cols in [*rows_and_cols, (2, 70016), (13, 1003), (13, 301), (21, 1024), (7, 2048), (2, 20000)]:
-        quick = (rows, cols) in ((37, 512), (3, 33))
-        yield "rms_norm", f"{rows}x{cols}", quick, lambda r=rows, c=cols: inputs("x", r, c)
-        yield "layer_norm", f"{rows}x{cols}", quick, lambda r=rows, c=cols: inputs("x", r, c, centered=True)
-    for rows, cols in ((21, 1024), (3, 8192), (3, 1003), (2, 40000), (3, 5001), (3, 9000), (2, 20000), (2, 70016)):
-        quick = cols in (1024, 1003)
-        yield "add_rms_norm", f"{rows}x{cols}", quick, lambda r=rows, c=cols: inputs("x residual", r, c)
+_LONG = ((2, 70016), (2, 20000))
+_MIXED = ((9, 1200), (9, 1600), (2, 2400), (9, 77), (2, 6000), (2, 9000), (9, 9000), (2, 40000), (2, 70016))
+_GEMMA = {"offset": 1.0, "casting_mode": "gemma"}
+_NORMS = "rms_norm layer_norm"
+KERNEL_CASES = [
+    *kernel_cases(_NORMS, (37, 512), (3, 33), quick=True),
+    *kernel_cases(_NORMS, (5, 64), (7, 4096), (3, 8192), (13, 8192), (3, 16384), (2, 40000), (3, 5001), (70, 8)),
+    *kernel_cases(_NORMS, (200, 1), (13, 1003), (13, 301), (21, 1024), (7, 2048), *_LONG),
+    *kernel_cases("add_rms_norm", (21, 1024), (3, 1003), quick=True),
+    *kernel_cases("add_rms_norm", (3, 8192), (2, 40000), (3, 5001), (3, 9000), *_LONG),
     # Enough rows for persistent blocks: rows in a part of a warp, with three vectors per thread, in 512 and in 1,024
     # threads. For the forward: rows of eight threads with two vectors each, and rows of whole warps.
-    for vectors in (8, 16, 704, 1024, 2048):
-        many, cols = 18 if vectors > 16 else 90, vectors * 16 // dtype.itemsize
-        yield "rms_norm", f"{many}x{cols}", False, lambda r=many, c=cols: inputs("x", r, c)
-        yield "layer_norm", f"{many}x{cols}", False, lambda r=many, c=cols: inputs("x", r, c, centered=True)
-        yield "add_rms_norm", f"{many}x{cols}", False, lambda r=many, c=cols: inputs("x residual", r, c)
-    gemma = {"offset": 1.0, "casting_mode": "gemma"}
-    for rows, cols in ((9, 512), (9, 4096), (2, 20000), (5, 77)):
-        yield "rms_norm", f"gemma {rows}x{cols}", False, lambda r=rows, c=cols: inputs("x", r, c, **gemma)
-    mixed = ((9, 1200), (9, 1600), (2, 2400), (9, 77), (2, 6000), (2, 9000), (9, 9000), (2, 40000), (2, 70016))
-    for rows, cols in mixed:
-        for weights in (other, None):
-            name = f"{rows}x{cols} weights {weights}"
-            yield "rms_norm", name, False, lambda r=rows, c=cols, w=weights: inputs("x", r, c, w)
-            yield "layer_norm", name, False, lambda r=rows, c=cols, w=weights: inputs("x", r, c, w, centered=True)
-    yield "layer_norm", "no bias", False, lambda: inputs("x", 9, 1024, centered=True) | {"bias": None}
-    for cols in (1024, 9000, 77):  # the backward computes only dx, or only sums
-        for frozen in ("x", "weight", "bias"):
-            name = f"9x{cols} frozen {frozen}"
-            yield "layer_norm", name, False, lambda c=cols: inputs("x", 9, c, centered=True), frozen
-            if frozen != "bias":
-                yield "rms_norm", name, False, lambda c=cols: inputs("x", 9, c), frozen
-    for cols in (1024, 5000):  # no sums at all
-        name = f"9x{cols} frozen parameters"
-        yield "layer_norm", name, False, lambda c=cols: inputs("x", 9, c, centered=True), "weight", "bias"
-        yield "add_rms_norm", name, cols == 1024, lambda c=cols: inputs("x residual", 9, c), "weight"
-        yield "rms_norm", f"gemma {name}", False, lambda c=cols: inputs("x", 9, c, **gemma), "weight"
-    for layout in ("offset", "padded", "columns"):
-        yield "rms_norm", layout, False, lambda how=layout: inputs("x", 4, 1032, layout=how)
-        yield "layer_norm", layout, False, lambda how=layout: inputs("x", 4, 1032, layout=how, centered=True)
-        yield "add_rms_norm", layout, False, lambda how=layout: inputs("x residual", 4, 1032, layout=how)
-    if dtype != torch.float32:  # a residual stream in fp32
-        for cols in (1024, 20000, 333):
-            made = functools.partial(inputs, "x", 5, cols, residual=normal(5, cols, seed=5))
-            yield "add_rms_norm", f"fp32 stream {cols}", False, made
-        wide = {"residual": normal(5, 1024, seed=5)}
-        yield "add_rms_norm", "fp32 stream frozen", False, lambda: inputs("x", 5, 1024, other) | wide, "weight"
+    *kernel_cases(f"{_NORMS} add_rms_norm", (90, 8), (90, 16), (18, 704), (18, 1024), (18, 2048), in_vectors=True),
+    *kernel_cases("rms_norm", (9, 512), (9, 4096), (2, 20000), (5, 77), options=_GEMMA),
+    *kernel_cases("rms_norm", *_MIXED, other_dtype=("weight",)),
+    *kernel_cases("layer_norm", *_MIXED, other_dtype=("weight", "bias")),
+    *kernel_cases("rms_norm", *_MIXED, options={"weight": None}),
+    *kernel_cases("layer_norm", *_MIXED, options={"weight": None, "bias": None}),
+    *kernel_cases("layer_norm", (9, 1024), options={"bias": None}),
+    # The backward computes only dx, or only sums; then no sums at all.
+    *kernel_cases(_NORMS, (9, 1024), (9, 9000), (9, 77), frozen=("x",)),
+    *kernel_cases(_NORMS, (9, 1024), (9, 9000), (9, 77), frozen=("weight",)),
+    *kernel_cases("layer_norm", (9, 1024), (9, 9000), (9, 77), frozen=("bias",)),
+    *kernel_cases("layer_norm", (9, 1024), (9, 5000), frozen=("weight", "bias")),
+    *kernel_cases("add_rms_norm", (9, 1024), (9, 5000), frozen=("weight",), quick=[(9, 1024)]),
+    *kernel_cases("rms_norm", (9, 1024), (9, 5000), frozen=("weight",), options=_GEMMA),
+    # A residual stream in fp32.
+    *kernel_cases("add_rms_norm", (5, 1024), (5, 20000), (5, 333), other_dtype=("residual",)),
+    *kernel_cases("add_rms_norm", (5, 1024), other_dtype=("residual", "weight"), frozen=("weight",)),
+]
+for _layout in ("offset", "padded", "columns"):
+    KERNEL_CASES += kernel_cases(f"{_NORMS} add_rms_norm", (4, 1032), layout=_layout)
+
+
+EXACT = kernel_cases("rms_norm add_rms_norm layer_norm", (256, 512), (4096, 1024), (8192, 256))
 
 
 def _options(draw: Draw) -> dict[str, Any]:
@@ -166,13 +127,6 @@ BAD = [
     ("layer_norm", "bias_dtype", {"x": (3, 8), "weight": (8,), "bias": _COMPLEX}, ["bias", "torch.complex64"]),
 ]  # fmt: skip
 
-LARGE = {
-    "rms_norm": lambda a, b, weight: F.rms_norm(a, weight),
-    "add_rms_norm": lambda a, b, weight: F.add_rms_norm(a, b, weight)[0],
-    "layer_norm": lambda a, b, weight: F.layer_norm(a, weight, None),
-}
-
-
 # Which elements a launch processes ----------------------------------------------------------------------------------
 
 
@@ -207,14 +161,10 @@ def norm_backward_registers(launch, call) -> None:
     assert k == plan.k
     check_shares(plan.threads_per_row, plan.warp, k, launch.cols // vec)
     device, sums, inputs = call["device"], len(call["record"].parameters), 1 + len(call["record"].outputs)
-    assert (plan.stages > 0) == (vec > 1 and (device.bulk_copies or (device.async_copies and (sums == 1 or k == 4))))
     if plan.stages:
         mbarriers = plan.block // plan.warp * 8 if device.bulk_copies else 0
         check_ring(plan, inputs, k, reduction, mbarriers)  # the saved input, and the gradient of each output
         assert plan.stages <= 4 or not device.async_copies
-        if device.async_copies and (vec, k, sums) == (8, 4, 2) and "knobs" not in call:  # two-pass rows
-            room = min(device.shared_per_block_optin, device.shared_per_multiprocessor - 1024) - plan.shared_offset
-            assert plan.stages == (2 if room >= 2 * plan.block * k * 16 * inputs else 1)
     assert teams == plan.partial_rows and (teams - 1) * groups < launch.rows
     first = np.add.outer(np.arange(teams) * groups, np.arange(groups)).ravel()  # the next row is teams * groups further
     assert np.array_equal(first, np.arange(teams * groups))

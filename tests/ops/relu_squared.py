@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import torch
 from calls import Call, Draw
-from cases import example, laid_out, normal
+from cases import example, normal
+from kernel_cases import kernel_cases
 from plan_model import row_tiles
 
 import liger_ext
-from liger_ext import functional as F
 
 EXAMPLES = [example("relu_squared", x=(3, 5, 33))]
 
 
-def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
-    for rows, cols in ((3, 1024), (3, 33), (130, 16), (2, 5000)):
-        yield "relu_squared", f"{rows}x{cols}", cols == 33, lambda r=rows, c=cols: {"x": normal(r, c, dtype=dtype)}
-    for layout in ("offset", "padded"):
-        yield "relu_squared", layout, False, lambda how=layout: {"x": laid_out(normal(3, 40, dtype=dtype), how)}
+KERNEL_CASES = [
+    *kernel_cases("relu_squared", (3, 1024), (3, 33), (130, 16), (2, 5000), quick=[(3, 33)]),
+    *kernel_cases("relu_squared", (3, 40), layout="offset"),
+    *kernel_cases("relu_squared", (3, 40), layout="padded"),
+]
 
 
 def relu_squared(draw: Draw) -> Call:
@@ -33,8 +30,6 @@ DRAWS = {"relu_squared": relu_squared}
 BAD = [
     ("relu_squared", "integers", {"x": normal(3, 8).int()}, ["x", "torch.int32"]),
 ]  # fmt: skip
-
-LARGE = {"relu_squared": lambda a, b, _: F.relu_squared(a)}
 
 
 _KERNELS = ("ReluSquaredForwardKernel", "ReluSquaredBackwardKernel")

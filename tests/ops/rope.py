@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from calls import Call, Draw
-from cases import example, laid_out, normal
+from cases import example, normal
+from kernel_cases import kernel_cases
 from plan_model import ceil_div
 from torch import Tensor
 
-from liger_ext import functional as F
+from liger_ext.records import InputFactory, Size
 
 
 def tables(device: Any, dtype: torch.dtype, batch: int = 1, seq: int = 5, rotary: int = 8) -> dict[str, Tensor]:
@@ -29,46 +29,41 @@ EXAMPLES = [
 LAYOUTS = ("halves", "interleaved", "interleaved_to_halves")
 
 
-def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
-    def inputs(
-        batch, heads, seq, dim, rotary, tables=dtype, shared=True, memory="contiguous", heads_inside=False, **options
-    ):
-        made: dict[str, Any] = {}
-        for seed, (name, count) in enumerate(zip("qk", heads, strict=True)):
-            if count is None:
-                t = None
-            elif heads_inside:  # [batch, seq, heads, dim], as a projection returns them
-                t = normal(batch, seq, count, dim, dtype=dtype, seed=seed).transpose(1, 2)
-            else:
-                t = laid_out(normal(batch, count, seq, dim, dtype=dtype, seed=seed), memory)
-            made[name] = t
-        columns = rotary // 2 if options.get("half_tables") else rotary
-        angle = normal(1 if shared else batch, seq, columns, seed=9, scale=3)
-        return made | {"cos": angle.cos().to(tables), "sin": angle.sin().to(tables)} | options
+def _tables_of_each_sequence(inputs: dict[str, Any]) -> None:
+    batch, _, seq, _ = inputs["q"].shape
+    rotary, dtype = inputs["cos"].shape[-1], inputs["cos"].dtype
+    inputs |= InputFactory(dtype).rope_tables(seq, rotary, batch)
 
-    other = torch.float32 if dtype != torch.float32 else torch.bfloat16
-    cases: list[tuple[str, bool, tuple, dict]] = [
-        ("llama", True, (2, (8, 2), 5, 64, 64), {"heads_inside": True}),
-        ("other tables", True, (1, (32, 8), 3, 128, 128, other), {}),
-        ("partial", False, (2, (4, 4), 3, 64, 32), {"shared": False}),
-        ("partial, other tables", False, (2, (3, 1), 7, 20, 6, other), {}),
-        ("offset", True, (1, (5, 2), 3, 64, 64), {"memory": "offset"}),
-        ("offset, other tables", False, (1, (5, 2), 3, 64, 48, other), {"memory": "offset"}),
-        ("many heads", False, (1, (90, 90), 2, 256, 256), {}),
-        ("one position", False, (1, (3, 1), 1, 16, 16), {}),
-        ("half tables", False, (2, (3, 1), 3, 64, 32), {"half_tables": True}),
-        ("one tensor", False, (2, (3, None), 3, 64, 64), {"heads_inside": True}),
-    ]
-    for layout in LAYOUTS[1:]:
-        for half in (False, True):
-            options, name = {"layout": layout, "half_tables": half}, layout + ", half tables" * half
-            cases += [
-                (name, half, (2, (3, 1), 5, 128, 64), options),
-                (f"{name}, other tables", not half, (2, (3, 2), 3, 64, 64, other), {"heads_inside": True, **options}),
-                (f"{name}, offset", False, (1, (3, 1), 3, 20, 12), {"memory": "offset", **options}),
-            ]
-    for name, quick, positional, named in cases:
-        yield "rope", name, quick, lambda p=positional, n=named: inputs(*p, **n)
+
+def _cases(batch: int, heads: tuple[int, int, int], seq: int, dim: int, *, projected=False, tables=False, **more: Any):
+    """Returns a case. heads: of q and k, and the columns of the tables. projected: q and k have the strides of a
+    projection's output. tables: they have another dtype."""
+    more = {"layout": "" if projected else "contiguous", "other_dtype": ("cos", "sin") if tables else ()} | more
+    return kernel_cases("rope", Size(seq, dim, heads, batch=batch), **more)
+
+
+KERNEL_CASES = [
+    *_cases(2, (8, 2, 64), 5, 64, projected=True, quick=True),
+    *_cases(1, (32, 8, 128), 3, 128, tables=True, quick=True),
+    *_cases(2, (4, 4, 32), 3, 64, note="tables of each sequence", change=_tables_of_each_sequence),
+    *_cases(2, (3, 1, 6), 7, 20, tables=True),
+    *_cases(1, (5, 2, 64), 3, 64, layout="offset", quick=True),
+    *_cases(1, (5, 2, 48), 3, 64, layout="offset", tables=True),
+    *_cases(1, (90, 90, 256), 2, 256),
+    *_cases(1, (3, 1, 16), 1, 16),
+    *_cases(2, (3, 1, 16), 3, 64, options={"half_tables": True}),
+    *_cases(2, (3, 0, 64), 3, 64, projected=True, options={"k": None}),
+]
+for _layout in LAYOUTS[1:]:
+    for _half in (False, True):
+        _options = {"layout": _layout, "half_tables": _half}
+        KERNEL_CASES += _cases(2, (3, 1, 64 >> _half), 5, 128, options=_options, quick=_half)
+        _all = {"projected": True, "tables": True, "options": _options, "quick": not _half}
+        KERNEL_CASES += _cases(2, (3, 2, 64 >> _half), 3, 64, **_all)
+        KERNEL_CASES += _cases(1, (3, 1, 12 >> _half), 3, 20, layout="offset", options=_options)
+
+
+EXACT = _cases(2, (8, 2, 64), 256, 64)
 
 
 def rope(draw: Draw) -> Call:
@@ -125,12 +120,7 @@ BAD = [
 ]  # fmt: skip
 
 
-def _rope(a: Tensor, b: Tensor, _: None) -> Tensor:
-    table = torch.ones(1, *a.shape, device=a.device)
-    return F.rope(a[None, None], b[None, None], table, table)[0]
-
-
-LARGE = {"rope": _rope}
+LARGE = {"rope": lambda rows, cols: Size(rows, cols, (1, 1, cols))}
 
 
 # Which elements a launch processes ----------------------------------------------------------------------------------

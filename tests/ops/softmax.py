@@ -2,48 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 from calls import Call, Draw
-from cases import example, laid_out, normal
+from cases import example, normal
+from kernel_cases import kernel_cases
 from plan_model import check_columns, check_rows, check_singles, reduction_bytes, row_registers
 
 import liger_ext
 from liger_ext import _C
-from liger_ext import functional as F
 
 EXAMPLES = [example("softmax", x=(3, 5, 33))]
 
 
-def kernel_cases(dtype: torch.dtype) -> Iterator[tuple]:
-    def softmax(rows: int, cols: int, layout: str = "contiguous", special: bool = False):
-        x = normal(rows, cols, dtype=dtype, scale=3)
-        if special:
-            x[0, : cols // 2], x[1, cols // 2], x[2, : cols - 1] = -torch.inf, torch.nan, -torch.inf
-        return {"x": laid_out(x, layout)}
+def _special(inputs: dict[str, Any]) -> None:
+    x, cols = inputs["x"], inputs["x"].shape[1]
+    x[0, : cols // 2], x[1, cols // 2], x[2, : cols - 1] = -torch.inf, torch.nan, -torch.inf
 
-    sizes = [
-        (5, 64),
-        (7, 1024),
-        (3, 5001),
-        (3, 8192),
-        (2, 40000),
-        (200, 1),
-        (9, 16384),
-        (9, 512),
-        (9, 128),
-        (9, 32),
-        (9, 4096),
-    ]
-    # Rows at every offset from a multiple of 16 bytes; longer rows, a part of which lies in shared memory or in
-    # neither.
-    for rows, cols in [*sizes, (13, 3), (2, 70016), (9, 2048), (3, 16384), (9, 519), (9, 1001), (2, 140001)]:
-        yield "softmax", f"{rows}x{cols}", (rows, cols) in (sizes[0], sizes[1]), lambda r=rows, c=cols: softmax(r, c)
-    for cols in (100, 5001, 40000):
-        yield "softmax", f"special {cols}", False, lambda c=cols: softmax(5, c, special=True)
-    for cols in (1032, 5000):  # x and y have different offsets from a multiple of 16 bytes
-        yield "softmax", f"offset {cols}", False, lambda c=cols: softmax(4, c, "offset")
+
+# Rows at every offset from a multiple of 16 bytes; longer rows, a part of which lies in shared memory or in neither.
+KERNEL_CASES = [
+    *kernel_cases("softmax", (5, 64), (7, 1024), quick=True),
+    *kernel_cases("softmax", (3, 5001), (3, 8192), (2, 40000), (200, 1), (9, 16384), (9, 512), (9, 128), (9, 32)),
+    *kernel_cases("softmax", (9, 4096), (13, 3), (2, 70016), (9, 2048), (3, 16384), (9, 519), (9, 1001), (2, 140001)),
+    *kernel_cases("softmax", (5, 100), (5, 5001), (5, 40000), note="special", change=_special),
+    # x and y have different offsets from a multiple of 16 bytes.
+    *kernel_cases("softmax", (4, 1032), (4, 5000), layout="offset"),
+]
+
+
+EXACT = kernel_cases("softmax", (512, 1000), (512, 16_000))
 
 
 def softmax(draw: Draw) -> Call:
@@ -58,8 +47,6 @@ BAD = [
     ("softmax", "integers", {"x": normal(3, 8).int()}, ["x", "torch.int32"]),
     ("softmax", "scalar", {"x": ()}, ["x", "dimensions"]),
 ]  # fmt: skip
-
-LARGE = {"softmax": lambda a, b, _: F.softmax(a)}
 
 
 # Which elements a launch processes ----------------------------------------------------------------------------------
