@@ -161,6 +161,8 @@ def norm_backward_registers(launch, call) -> None:
     assert k == plan.k
     check_shares(plan.threads_per_row, plan.warp, k, launch.cols // vec)
     device, sums, inputs = call["device"], len(call["record"].parameters), 1 + len(call["record"].outputs)
+    # An instance that fetches rows ahead cannot run without stages, and the others have none.
+    assert (plan.stages > 0) == (vec > 1 and (device.bulk_copies or (device.async_copies and (sums == 1 or k == 4))))
     if plan.stages:
         mbarriers = plan.block // plan.warp * 8 if device.bulk_copies else 0
         check_ring(plan, inputs, k, reduction, mbarriers)  # the saved input, and the gradient of each output
