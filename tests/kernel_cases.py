@@ -82,7 +82,7 @@ def kernel_cases(
     ]
 
 
-def vector_of(size: int, seed: int = 3) -> Callable:
+def parameter(size: int, seed: int = 3) -> Callable:
     """Returns a function that draws a vector in the case's dtype."""
     return lambda device, dtype: normal(size, dtype=dtype, device=device, seed=seed)
 

@@ -23,8 +23,8 @@ def far_apart(*, seed, cols=64, dtype=torch.bfloat16):
 
 
 def call(op, a, b, weight=None):
-    """Calls an op with the inputs of its record, where a replaces the first matrix, and b the others. A target is a
-    function of its row of a. Returns the first result."""
+    """Calls an op with the inputs of its record, where a replaces the first matrix, and b the others. Vectors other
+    than ``weight`` have ones. A target is a function of its row of a. Returns the first result."""
     inputs = RECORDS[op].inputs(InputFactory(a.dtype, "meta"), LARGE.get(op, Size)(*a.shape))
     matrices = itertools.chain([a], itertools.repeat(b.to(a.dtype)))
     for name, t in inputs.items():
@@ -33,7 +33,8 @@ def call(op, a, b, weight=None):
         if t.dtype == torch.int64:
             inputs[name] = a.detach()[:, :3].argmin(-1)
         elif t.dim() == 1:
-            inputs[name] = weight if name == "weight" and weight is not None and weight.shape == t.shape else None
+            is_weight = name == "weight" and weight is not None and weight.shape == t.shape
+            inputs[name] = weight if is_weight else a.new_ones(t.shape)
         elif t.numel() == a.numel():
             inputs[name] = next(matrices).view(t.shape)
         else:

@@ -1,7 +1,6 @@
 // Knobs: the few parameters of a launch plan that tuning may change, and the table of the knobs that measurements on a device found better
 // than the planner's choices.
 #pragma once
-#include <algorithm>
 #include <compare>
 #include <cstddef>
 #include <cstdint>
@@ -30,29 +29,21 @@ struct Knobs {
   auto operator<=>(const Knobs&) const = default;
 };
 
-// The names under which launches look up their knobs: those of ops and of backwards. rope has one name for both directions. An entry
-// "every" applies to every launch that takes knobs and has no entry for its own KnobKey. Tests force plans with it.
-// clang-format off
-inline constexpr std::string_view tunable_names[] = {
-    "every", "rms_norm", "rms_norm_backward", "add_rms_norm", "add_rms_norm_backward", "layer_norm", "layer_norm_backward", "group_norm",
-    "group_norm_backward", "softmax", "softmax_backward", "swiglu", "swiglu_backward", "geglu", "geglu_backward", "relu_squared",
-    "relu_squared_backward", "rope", "jsd", "jsd_backward", "cross_entropy", "cross_entropy_backward", "fused_linear_cross_entropy",
-};
-// clang-format on
-// Returns the place of a name in this list, from 1 on, or 0.
+// The name under which a launch looks up its knobs: that of an op, or of its backward. rope has one name for both directions.
+// `id` is a hash of the name (FNV-1a), so that every library that reads a table of knobs computes the same id.
 constexpr uint64_t tunable_id(std::string_view name) {
-  const auto* const found = std::ranges::find(tunable_names, name);
-  return found == std::end(tunable_names) ? 0 : found - tunable_names + 1;
+  uint64_t id = 0xcbf29ce484222325;
+  for (const char c : name) id = (id ^ static_cast<unsigned char>(c)) * 0x100000001b3;
+  return id;
 }
 struct Tunable {
   const char* name = nullptr;  // null: the launch takes no knobs
   uint64_t id = 0;
 
   constexpr Tunable() = default;
-  consteval Tunable(const char* name) : name(name), id(tunable_id(name)) {
-    if (id == 0) throw "tunable_names lacks this name";
-  }
+  consteval Tunable(const char* name) : name(name), id(tunable_id(name)) {}
 };
+// An entry of this name applies to every launch that takes knobs and has no entry for its own KnobKey. Tests force plans with it.
 inline constexpr Tunable every_tunable = "every";
 
 // Calls that share their knobs. Numbers of rows are rounded up to a power of two, so that similar numbers share them.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from calls import COLUMNS, LEADING, Call, Draw
 from cases import class_weights, example, normal, random_targets
-from kernel_cases import kernel_cases, vector_of
+from kernel_cases import kernel_cases, parameter
 from plan_model import ceil_div, check_held, check_ranges, check_rows, check_singles, check_tiles, reduction_bytes
 from torch import Tensor
 
@@ -105,7 +105,7 @@ def _fused(note: str, rows: int, hidden: int, vocab: int, *vectors: str, **more:
     """Adds a case. vectors: bias and ce_weight, or one of them. quick, frozen, change, layout: as in ``Case``; other
     arguments are options."""
     fields = {name: more.pop(name) for name in ("quick", "frozen", "change", "layout") if name in more}
-    draws = {"bias": vector_of(vocab), "ce_weight": class_weights(vocab)}
+    draws = {"bias": parameter(vocab), "ce_weight": class_weights(vocab)}
     options = {name: draws[name] for name in vectors} | more
     moved = vectors if "layout" in fields else ()
     size = Size(rows, vocab, hidden=hidden)

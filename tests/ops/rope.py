@@ -29,7 +29,7 @@ EXAMPLES = [
 LAYOUTS = ("halves", "interleaved", "interleaved_to_halves")
 
 
-def _tables_of_each_sequence(inputs: dict[str, Any]) -> None:
+def _separate_tables(inputs: dict[str, Any]) -> None:
     batch, _, seq, _ = inputs["q"].shape
     rotary, dtype = inputs["cos"].shape[-1], inputs["cos"].dtype
     inputs |= InputFactory(dtype).rope_tables(seq, rotary, batch)
@@ -45,7 +45,7 @@ def _cases(batch: int, heads: tuple[int, int, int], seq: int, dim: int, *, proje
 KERNEL_CASES = [
     *_cases(2, (8, 2, 64), 5, 64, projected=True, quick=True),
     *_cases(1, (32, 8, 128), 3, 128, tables=True, quick=True),
-    *_cases(2, (4, 4, 32), 3, 64, note="tables of each sequence", change=_tables_of_each_sequence),
+    *_cases(2, (4, 4, 32), 3, 64, note="tables of each sequence", change=_separate_tables),
     *_cases(2, (3, 1, 6), 7, 20, tables=True),
     *_cases(1, (5, 2, 64), 3, 64, layout="offset", quick=True),
     *_cases(1, (5, 2, 48), 3, 64, layout="offset", tables=True),
