@@ -19,7 +19,7 @@ import liger_ext.functional as LF
 from liger_ext import _C
 from liger_ext._loss_report import matmul_seconds
 from liger_ext._timing import Timing, failure_text
-from liger_ext.ops._loss_arguments import Call
+from liger_ext.ops._loss_arguments import FusedLossCall
 from liger_ext.ops._loss_devices import device_index
 from liger_ext.ops._loss_plan import LEVELS, Choice, choose, front
 
@@ -113,14 +113,14 @@ class Result:
     peak_mib: dict[str, float] = field(default_factory=dict)  # above the inputs
 
 
-def plan_call(shape: Shape, dtype: torch.dtype, device: torch.device) -> Call:
+def plan_call(shape: Shape, dtype: torch.dtype, device: torch.device) -> FusedLossCall:
     """The call by which the op chooses its plan."""
     dtype, compute = (torch.float32, torch.bfloat16) if shape.autocast else (dtype, None)
     sizes, reduction = (shape.rows, shape.hidden, shape.vocab), "none" if shape.per_row else "mean"
-    return Call.uniform(*sizes, dtype, device_index(device), reduction, compute_dtype=compute)
+    return FusedLossCall.uniform(*sizes, dtype, device_index(device), reduction, compute_dtype=compute)
 
 
-def memory_points(call: Call) -> dict[str, tuple[str | int, Choice]]:
+def memory_points(call: FusedLossCall) -> dict[str, tuple[str | int, Choice]]:
     """The values of ``memory`` to time, each with its plan: every level, and two numbers of bytes between them."""
     chosen = {level: choose(call, level) for level in LEVELS}
     found: dict[str, tuple[str | int, Choice]] = {}

@@ -60,17 +60,17 @@ inline constexpr char vocabulary_shard_losses_[] =
     " bool return_token_accuracy, bool return_predicted_tokens, bool return_entropy, bool return_mean_logits,"
     " bool return_log_sum_sq, ScalarType? compute_dtype, int first_class, int vocab_size)"
     " -> (Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor entropy, Tensor mean_logits,"
-    " Tensor log_sum_sq, Tensor counts, Tensor kept)";
+    " Tensor log_sum_sq, Tensor counts, Tensor gradient_state)";
 inline constexpr char vocabulary_shard_backward[] =
     "vocabulary_shard_backward(Tensor dloss, Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight,"
-    " Tensor? temperature, Tensor? mix, Tensor counts, Tensor kept, Tensor saved, int ignore_index, int reduction,"
+    " Tensor? temperature, Tensor? mix, Tensor counts, Tensor gradient_state, Tensor saved, int ignore_index, int reduction,"
     " float label_smoothing, float lse_square_scale, float? softcap, float logit_scale, bool use_token_scaling,"
     " ScalarType? accum_dtype, ScalarType? compute_dtype, ScalarType? logits_dtype, int first_class, int vocab_size, int chunk_rows,"
     " bool need_dx, bool need_dweight, bool need_dbias)"
     " -> (Tensor dx, Tensor dweight, Tensor dbias)";
 inline constexpr char vocabulary_shard_backward_[] =
     "vocabulary_shard_backward_(Tensor dloss, Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight,"
-    " Tensor? temperature, Tensor? mix, Tensor counts, Tensor kept, Tensor(a!) saved, int ignore_index, int reduction,"
+    " Tensor? temperature, Tensor? mix, Tensor counts, Tensor gradient_state, Tensor(a!) saved, int ignore_index, int reduction,"
     " float label_smoothing, float lse_square_scale, float? softcap, float logit_scale, bool use_token_scaling,"
     " ScalarType? accum_dtype, ScalarType? compute_dtype, ScalarType? logits_dtype, int first_class, int vocab_size, int chunk_rows,"
     " bool need_dx, bool need_dweight, bool need_dbias)"

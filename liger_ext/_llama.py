@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from . import _C
-from .ops._loss_arguments import Call
+from .ops._loss_arguments import FusedLossCall
 from .ops._loss_devices import profile_index
 from .ops._loss_plan import LEVELS, choose
 from .records import RECORDS
@@ -32,13 +32,13 @@ def plans(profile: _C.DeviceProfile) -> Iterator[tuple[str, list[_C.NamedLaunch]
                     yield name, error
 
 
-def fused_loss_bytes(call: Call, memory: str | int) -> int:
+def fused_loss_bytes(call: FusedLossCall, memory: str | int) -> int:
     """Returns the peak memory of a call: x, weight and target, their gradients, and the op's allocations."""
     inputs = (call.rows + call.vocab) * call.hidden * call.compute.itemsize + call.rows * 8
     return inputs + choose(call, memory).bytes
 
 
-def most_tokens(call: Call, memory: str | int, free: int) -> int:
+def most_tokens(call: FusedLossCall, memory: str | int, free: int) -> int:
     """Returns the largest number of tokens whose ``fused_loss_bytes`` are at most ``free``; 0 if one token is too
     many."""
 
@@ -65,7 +65,7 @@ def tokens_at_each_level(profile: _C.DeviceProfile, free: int) -> dict[str, dict
     with Llama's other sizes, for which a call fits in ``free`` bytes of this GPU's memory.
     """
     found = {}
-    call = Call.uniform(TOKENS, HIDDEN, VOCAB, DTYPE, profile_index(profile))
+    call = FusedLossCall.uniform(TOKENS, HIDDEN, VOCAB, DTYPE, profile_index(profile))
     for level in LEVELS:
         chosen = choose(call, level).plan
         found[level] = {

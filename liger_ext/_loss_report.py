@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from . import _C
-from .ops._loss_arguments import Call
+from .ops._loss_arguments import FusedLossCall
 from .ops._loss_devices import profile_index
 from .ops._loss_plan import LEVELS, Choice, choose, device, front
 from .tune import DTYPES
@@ -37,7 +37,7 @@ def run(chosen: argparse.Namespace, profile: _C.DeviceProfile | None) -> int:
         if not 1 <= size <= _MOST:
             raise ValueError(f"argument --loss: {name} is {size}, expected 1 to {_MOST:,}")
     dtype, reduction = chosen.dtype or "bf16", chosen.reduction or "mean"
-    call = Call.uniform(*chosen.loss, DTYPES[dtype], profile_index(profile), reduction=reduction)
+    call = FusedLossCall.uniform(*chosen.loss, DTYPES[dtype], profile_index(profile), reduction=reduction)
     found = {
         **dict(zip(("rows", "hidden", "vocab"), chosen.loss, strict=True)),
         "dtype": dtype,
@@ -52,7 +52,7 @@ def run(chosen: argparse.Namespace, profile: _C.DeviceProfile | None) -> int:
     return 0
 
 
-def matmul_seconds(call: Call) -> float:
+def matmul_seconds(call: FusedLossCall) -> float:
     """Estimates the time of the matmuls that every plan runs: of the logits, dx and dweight."""
     rows, hidden, vocab = call.rows, call.hidden, call.vocab
     matmuls = [(rows, vocab, hidden)]
@@ -61,7 +61,7 @@ def matmul_seconds(call: Call) -> float:
     return sum(_C.matmul_seconds(device(call).rates, *sizes, size, size, False) for sizes in matmuls)
 
 
-def describe(call: Call, choice: Choice) -> str:
+def describe(call: FusedLossCall, choice: Choice) -> str:
     """Describes a plan in words, for a call that computes all gradients."""
     strategy, rows, classes = _C.Gradients(choice.plan.gradients), choice.plan.rows, choice.plan.classes
     if strategy == _C.Gradients.deferred:
@@ -86,7 +86,7 @@ def _percent(part: int, whole: int) -> str:
     return f"{part / whole:.0%}".replace("%", " %")
 
 
-def _facts(call: Call, choice: Choice) -> dict[str, Any]:
+def _facts(call: FusedLossCall, choice: Choice) -> dict[str, Any]:
     share = matmul_seconds(call) / choice.seconds
     return {"bytes": choice.bytes, "ms": choice.seconds * 1e3, "share": share, "plan": describe(call, choice)}
 

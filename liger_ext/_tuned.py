@@ -6,7 +6,7 @@ The file is JSON in the user's cache folder. For each GPU, by its name and its d
 - the GPU's rates (``Rates``): matmuls in flop/s, memory in bytes/s, and seconds to launch a kernel. The fused loss
   estimates the times of its plans from them;
 - entries (``Entry``). An entry has the knobs (csrc/launch/knobs.h) with which a kernel was faster than with its
-  built-in launch plan. It applies to calls with equal columns and alignment and about as many rows (``Call``).
+  built-in launch plan. It applies to calls with equal columns and alignment and about as many rows (``KnobKey``).
 
 The import of liger_ext reads the file. It reads the driver's version from the operating system and initialises no GPU.
 The entries of that driver are copied to the library, which looks up a device's entries when it plans a launch.
@@ -32,7 +32,7 @@ FORMAT = 1  # of the file
 
 
 @dataclass(frozen=True)
-class Call:
+class KnobKey:
     """The facts of a call by which its knobs are looked up; calls with equal facts share their knobs. ``rows``: the
     number of rows; ``row_class`` rounds it up to a power of two, as entries require. ``vec``: elements per memory
     access, which follow from dtype and alignment. ``heads``: RoPE's numbers of heads of q and of k, and the rotary
@@ -44,8 +44,8 @@ class Call:
     cols: int
     heads: tuple[int, int, int] = (0, 0, 0)
 
-    def row_class(self) -> Call:
-        return Call(self.kernel, self.vec, 1 << max(0, self.rows - 1).bit_length(), self.cols, tuple(self.heads))
+    def row_class(self) -> KnobKey:
+        return KnobKey(self.kernel, self.vec, 1 << max(0, self.rows - 1).bit_length(), self.cols, tuple(self.heads))
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Entry:
 
     device: str  # the GPU's name, as its driver reports it
     driver: str
-    call: Call
+    call: KnobKey
     knobs: dict[str, int]
     built_in_us: float
     tuned_us: float
@@ -64,7 +64,7 @@ class Entry:
     def from_json(fields: dict[str, Any]) -> Entry:
         from . import functional
 
-        call = Call(**fields.pop("call"))
+        call = KnobKey(**fields.pop("call"))
         if call.kernel.removesuffix("_backward") not in functional.__all__:
             raise ValueError(f"no op is called {call.kernel!r}")
         return Entry(call=call.row_class(), **fields)
@@ -107,7 +107,7 @@ def read(file: Path) -> tuple[list[Entry], list[Rates]]:
 
 
 def write(
-    file: Path, device: str, driver: str, measured: Iterable[Call], winners: Iterable[Entry], rates: Rates | None
+    file: Path, device: str, driver: str, measured: Iterable[KnobKey], winners: Iterable[Entry], rates: Rates | None
 ) -> None:
     """Replaces the file's entries for the ``measured`` calls on this device and driver by ``winners``, and its rates by
     ``rates`` unless None. All other contents stay. The file is replaced atomically."""

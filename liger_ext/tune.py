@@ -49,13 +49,13 @@ class Case:
 
     def tunable(
         self, name: str, profile: _C.DeviceProfile, dtype: torch.dtype, knobs: _C.Knobs | None = None
-    ) -> tuple[_tuned.Call, _C.NamedLaunch] | None:
+    ) -> tuple[_tuned.KnobKey, _C.NamedLaunch] | None:
         """Returns a class of calls that share knobs, and the launch of ``name`` (the op or its backward) that has these
         knobs. None if no launch has knobs."""
         for launch in RECORDS[self.op].plans(profile, self.size, dtype, name, knobs, self.options):
             if launch.tunable:
                 rows, cols, heads = self.size.batch * self.size.rows, self.size.cols, self.size.heads
-                return _tuned.Call(launch.tunable, launch.instance[0], rows, cols, heads).row_class(), launch
+                return _tuned.KnobKey(launch.tunable, launch.instance[0], rows, cols, heads).row_class(), launch
         return None
 
 
@@ -106,9 +106,9 @@ def _parse_shapes(text: str) -> list[tuple[int, int]]:
 
 def jobs(
     cases: Iterable[Case], profile: _C.DeviceProfile, dtypes: Sequence[str]
-) -> Iterator[tuple[Case, str, str, _tuned.Call]]:
+) -> Iterator[tuple[Case, str, str, _tuned.KnobKey]]:
     """Yields (case, name of the op or of its backward, dtype, class of calls), once for each class of calls that share
-    their knobs (``_tuned.Call``)."""
+    their knobs (``_tuned.KnobKey``)."""
     seen = set()
     for case, dtype, suffix in itertools.product(cases, dtypes, ("", "_backward")):
         name = case.op + suffix
@@ -146,7 +146,7 @@ class Result:
     op: str
     shape: str
     dtype: str
-    call: _tuned.Call
+    call: _tuned.KnobKey
     built_in: _timing.Timing | None = None
     best: _timing.Timing | None = None
     knobs: dict[str, int] | None = None
@@ -160,7 +160,7 @@ class Result:
 
 
 def measure(
-    case: Case, name: str, dtype: str, call: _tuned.Call, profile: _C.DeviceProfile, device: str = "cuda"
+    case: Case, name: str, dtype: str, call: _tuned.KnobKey, profile: _C.DeviceProfile, device: str = "cuda"
 ) -> Result:
     """Times the built-in plan and all candidates of one op, or of its backward."""
     torch_dtype = DTYPES[dtype]

@@ -38,7 +38,7 @@ STREAMS = {
     "Backward": {"load", "store"},
     "InPlace": {"load", "store"},
     "InPlaceHeld": {"load", "store"},
-    "InPlaceTokens": {"load", "store"},
+    "InPlaceLogProbs": {"load", "store"},
     "CountTargets": set(),
     "SumLosses": set(),
     "AddLosses": set(),

@@ -39,7 +39,7 @@ needs_cuobjdump = pytest.mark.skipif(
 IN_PLACE = {
     "cross_entropy": ("Backward",),
     "cross_entropy_in_place": ("InPlace", "InPlaceHeld"),
-    "cross_entropy_tokens": ("InPlaceTokens",),
+    "cross_entropy_log_probs": ("InPlaceLogProbs",),
     "elementwise": ("Scale",),
 }
 

@@ -15,7 +15,7 @@ from op_plans import OPS, WITHOUT_RECORD
 
 import liger_ext
 from liger_ext import _C, _devices, _fit, _llama, _load, _loss_report, doctor, functional
-from liger_ext.ops._loss_arguments import Call
+from liger_ext.ops._loss_arguments import FusedLossCall
 from liger_ext.ops._loss_devices import profile_index
 from liger_ext.ops._loss_plan import Choice, Plan, choose
 
@@ -230,7 +230,7 @@ def test_levels_of_a_loss(capsys):
     arguments = "8192", "2304", "256000", "--profile", "h100"
     found = json.loads(loss_report(capsys, *arguments, "--json"))
     assert (found["device"], found["rates_measured"]) == ("H100", True)
-    call = Call.uniform(8192, 2304, 256_000, torch.bfloat16, profile_index(_C.profile("H100")))
+    call = FusedLossCall.uniform(8192, 2304, 256_000, torch.bfloat16, profile_index(_C.profile("H100")))
     for level, facts in found["levels"].items():
         choice = choose(call, level)
         assert facts in found["front"] and (facts["bytes"], facts["ms"]) == (choice.bytes, choice.seconds * 1e3)
@@ -270,7 +270,7 @@ def test_levels_of_a_loss(capsys):
     ],
 )
 def test_plans_in_words(plan, words):
-    call = Call.uniform(8192, 4096, 5000, torch.bfloat16, profile_index(_C.profile("H100")))
+    call = FusedLossCall.uniform(8192, 4096, 5000, torch.bfloat16, profile_index(_C.profile("H100")))
     twice = "twice" in words
     assert _loss_report.describe(call, Choice(plan, 1, 1.0, twice)) == words
 
@@ -326,7 +326,7 @@ def test_options_of_a_loss_without_a_loss(capsys):
 @pytest.mark.parametrize("free", [1 << 20, 1 << 31, 1 << 33, 1 << 36, 3 << 36])
 @pytest.mark.parametrize("memory", ["fast", "auto", "low", "min"])
 def test_most_tokens(free, memory):
-    call = Call.uniform(1, _llama.HIDDEN, _llama.VOCAB, torch.bfloat16, profile_index(_C.profile("H200")))
+    call = FusedLossCall.uniform(1, _llama.HIDDEN, _llama.VOCAB, torch.bfloat16, profile_index(_C.profile("H200")))
     most = _llama.most_tokens(call, memory, free)
     assert most == 0 or _llama.fused_loss_bytes(call.resized(rows=most), memory) <= free
     assert _llama.fused_loss_bytes(call.resized(rows=most + 1), memory) > free
@@ -338,7 +338,7 @@ def test_most_tokens(free, memory):
 def test_bytes_of_the_fused_loss_are_what_it_takes(tokens, memory):
     """The predicted bytes equal the allocator's peak of a step: with one chunk, overlaid, and in chunks."""
     hidden, vocab, dtype = 512, 32_000, torch.bfloat16
-    call = Call.uniform(tokens, hidden, vocab, dtype, profile_index(_devices.running_profile(0)))
+    call = FusedLossCall.uniform(tokens, hidden, vocab, dtype, profile_index(_devices.running_profile(0)))
 
     def step():
         x, weight = (torch.randn(n, hidden, device="cuda").to(dtype).requires_grad_() for n in (tokens, vocab))

@@ -14,7 +14,7 @@ from test_cross_entropy import draw_target, draw_weight, loss_options
 from liger_ext import _C
 from liger_ext import functional as F
 from liger_ext.ops._checks import REDUCTIONS
-from liger_ext.ops._loss_arguments import Call, LossArguments, without_data
+from liger_ext.ops._loss_arguments import FusedLossCall, LossArguments, without_data
 from liger_ext.ops._loss_devices import device_index
 from liger_ext.ops._loss_plan import SMALLEST, Plan, plan
 from liger_ext.testing import judge
@@ -82,7 +82,7 @@ def test_every_way_to_the_gradients(device, dtype, memory, reduction):
 
 def test_the_chunks_of_these_tests_are_several():
     for dtype in LOW:
-        call = Call.uniform(ROWS, 24, 50, dtype, device_index(torch.device("cpu")))
+        call = FusedLossCall.uniform(ROWS, 24, 50, dtype, device_index(torch.device("cpu")))
         assert plan(call, CHUNKS).rows == 128 < ROWS <= plan(call, ONE_CHUNK).rows
 
 
@@ -106,7 +106,7 @@ def test_frozen_inputs(device, needs, memory, reduction):
     flat = {name: inputs[name].detach() for name in (*names, "target")}
     needed = {f"need_{name}": need for name, need in zip(("dx", "dweight", "dbias"), needs, strict=True)}
     of = LossArguments(**flat, reduction=REDUCTIONS[reduction], **needed)
-    way = plan(Call(without_data(of._asdict()), device_index(device)), memory)
+    way = plan(FusedLossCall(without_data(of._asdict()), device_index(device)), memory)
     of = of._replace(gradients=way.gradients, chunk_rows=way.rows, chunk_classes=way.classes)
     saved, dx, dweight, dbias = torch.ops.liger_ext.fused_linear_cross_entropy(*of)[-4:]
     made = {"x": dx, "weight": dweight, "bias": dbias}

@@ -20,7 +20,7 @@ from liger_ext import _C
 from liger_ext import functional as F
 from liger_ext.ops import _fused_loss, _loss_devices, _loss_plan
 from liger_ext.ops._fused_linear_op import RESULTS
-from liger_ext.ops._loss_arguments import Call, Layout
+from liger_ext.ops._loss_arguments import FusedLossCall, Layout
 from liger_ext.ops._loss_devices import profile_index
 from liger_ext.ops._loss_plan import LEVELS, SMALLEST, choose, front
 from liger_ext.ops._schema import argument_names
@@ -42,7 +42,9 @@ def any_calls(draw):
         options.pop("logits_dtype", None)
     options |= {name: draw(st.booleans()) for name in ("need_dx", "need_dweight")}
     options |= {name: draw(float_dtypes) for name in ("dtype", "weight", "compute_dtype")}
-    call = Call.uniform(**sizes, **options, device=draw(st.sampled_from([*GPUS, CPU])), reduction=draw(REDUCTIONS))
+    call = FusedLossCall.uniform(
+        **sizes, **options, device=draw(st.sampled_from([*GPUS, CPU])), reduction=draw(REDUCTIONS)
+    )
     facts = {"all_rows": (0, 250_000), "copies": (0, 1_000_000), "free": (0, 100 << 20, 4 << 30)}
     return call._replace(overlays=draw(st.booleans()), **{n: draw(st.sampled_from(v)) for n, v in facts.items()})
 
@@ -135,16 +137,16 @@ def test_the_levels_of_models():
     h100, bf16 = profile_index(_C.profile("H100")), torch.bfloat16
     for rows, hidden, vocab in ((8192, 2304, 256_000), (8192, 2880, 201_088), (8192, 1024, 151_936)):
         for per_row in (False, True):
-            call = Call.uniform(rows, hidden, vocab, bf16, h100, "none" if per_row else "mean")
+            call = FusedLossCall.uniform(rows, hidden, vocab, bf16, h100, "none" if per_row else "mean")
             assert choose(call, "auto").plan == overlaid((rows, hidden, vocab), 1)
             assert choose(call, "min").plan == overlaid((rows, hidden, vocab), 0)
-    long = Call.uniform(32_768, 2048, 128_256, bf16, h100)
+    long = FusedLossCall.uniform(32_768, 2048, 128_256, bf16, h100)
     assert choose(long, "auto").plan.gradients == int(_C.Gradients.accumulated)
 
 
 def test_memory_that_is_free_is_used():
     h100, bf16 = profile_index(_C.profile("H100")), torch.bfloat16
-    call = Call.uniform(8192, 2304, 256_000, bf16, h100)
+    call = FusedLossCall.uniform(8192, 2304, 256_000, bf16, h100)
     most = choose(call._replace(free=6 << 30), "auto")
     assert most == front(call)[-1] and most.seconds < choose(call, "auto").seconds
     assert choose(call._replace(free=6 << 30), "min") == choose(call, "min")
@@ -152,7 +154,7 @@ def test_memory_that_is_free_is_used():
 
 def test_fewer_bytes_than_it_can_do_with(device):
     made = head(300, 128, 4099, device=device)
-    call = Call.uniform(300, 128, 4099, torch.float32, _loss_devices.device_index(device))
+    call = FusedLossCall.uniform(300, 128, 4099, torch.float32, _loss_devices.device_index(device))
     least = front(call)[0].bytes
     fused_loss(made, least).backward()
     with pytest.raises(
@@ -186,7 +188,7 @@ def test_a_trace_lists_what_a_plan_does():
     are one entry with a count."""
     bf16 = torch.bfloat16
     h100 = profile_index(_C.profile("H100"))
-    call = Call.uniform(1000, 64, 5000, bf16, h100)
+    call = FusedLossCall.uniform(1000, 64, 5000, bf16, h100)
     plan = _loss_plan.in_chunks(call, 256, 5000)
     matmuls, kernels = _C.loss_trace(call.arguments, plan, *_loss_plan.device(call))
     of_dweight = [m for m in matmuls if m[0] + m[1] != 5256 and m[2] in (256, 232) and m[1] == 64]
@@ -201,7 +203,7 @@ def test_the_weight_is_cast_once(per_row, plan):
     """Under autocast the matmul of dx reads the cast weight of the matmul of the logits, if the gradient of all logits
     is stored. So dx costs no more than with a weight that needs no cast."""
     fp32, bf16, h100 = torch.float32, torch.bfloat16, profile_index(_C.profile("H100"))
-    call = Call.uniform(512, 1024, 8192, bf16, h100, "none" if per_row else "mean", compute_dtype=bf16)
+    call = FusedLossCall.uniform(512, 1024, 8192, bf16, h100, "none" if per_row else "mean", compute_dtype=bf16)
     plan = plan or _loss_plan.in_chunks(call, 512, 8192)
 
     def dx_seconds(weight):

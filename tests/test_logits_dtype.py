@@ -17,7 +17,7 @@ from test_linear_log_probs import BOUNDS, EVERYTHING, arguments, doubles, judge,
 from liger_ext import _C
 from liger_ext import functional as F
 from liger_ext.ops import _fused_linear_op, _loss_devices, _loss_plan
-from liger_ext.ops._loss_arguments import Call, LossArguments
+from liger_ext.ops._loss_arguments import FusedLossCall, LossArguments
 from liger_ext.ops._loss_plan import LEVELS, SMALLEST, Plan
 
 DEFERRED, RECOMPUTED, OVERLAID = map(int, (_C.Gradients.deferred, _C.Gradients.recomputed, _C.Gradients.overlaid))
@@ -294,7 +294,7 @@ def test_the_levels_of_models():
     bf16 = torch.bfloat16
     h100 = _loss_devices.profile_index(_C.profile("H100"))
     for rows, hidden, vocab in ((8192, 2304, 256_000), (8192, 1024, 151_936), (32_768, 2048, 128_256)):
-        call = Call.uniform(rows, hidden, vocab, bf16, h100, "none", logits_dtype=torch.float32)
+        call = FusedLossCall.uniform(rows, hidden, vocab, bf16, h100, "none", logits_dtype=torch.float32)
         for level in LEVELS:
             chosen = _loss_plan.choose(call, level)
             assert chosen.plan.rows < rows
@@ -306,7 +306,7 @@ def test_what_frozen_weights_and_no_gradients_take(at):
     """A chunk's logits in float32, and, with gradients, the chunk's gradients in 16 bits."""
     rows, hidden, vocab, chunk = 1024, 64, 12_800, 128
     bf16 = torch.bfloat16
-    call = Call.uniform(rows, hidden, vocab, bf16, at, "none", need_dweight=False)
+    call = FusedLossCall.uniform(rows, hidden, vocab, bf16, at, "none", need_dweight=False)
     for dx, bytes_each in ((False, 4), (True, 6)):
         of = call.replaced(need_dx=dx)
         taken = [

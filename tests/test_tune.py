@@ -15,7 +15,7 @@ from liger_ext.ops import _loss_devices, _loss_plan
 from liger_ext.records import Size
 
 H200 = _C.profile("H200")
-CALL = _tuned.Call("rms_norm", 8, 8192, 4096)
+CALL = _tuned.KnobKey("rms_norm", 8, 8192, 4096)
 ENTRY = _tuned.Entry("H200", "NVIDIA 1.2", CALL, {"threads": 256}, 35.0, 33.0)
 RATES = _tuned.Rates("H200", "NVIDIA 1.2", 7e14, 5e13, 4e12, 10.0)
 
@@ -80,7 +80,7 @@ def test_of_many_entries_each_call_finds_its_own():
 
 
 def test_forced_knobs_are_for_every_call_but_exact_entries_come_first():
-    every = _tuned.Entry("", "", _tuned.Call("every", 1, 1, 1), {"block": 64}, 0, 0)
+    every = _tuned.Entry("", "", _tuned.KnobKey("every", 1, 1, 1), {"block": 64}, 0, 0)
     table = _tuned.pack([every, ENTRY])
     assert found(table) == _C.Knobs(threads=256)
     assert found(table, kernel="rope", heads=(32, 8, 128)) == _C.Knobs(block=64)
@@ -219,7 +219,7 @@ def test_measured_rates_are_the_fused_losss(file, installed, monkeypatch):
     used_rates, others_rates = (_loss_devices.DEVICES[device].rates for device in (used, others))
     assert all(getattr(used_rates, name) == value for name, value in list(vars(RATES).items())[2:])
     assert used_rates.measured and not others_rates.measured
-    calls = [_loss_plan.Call.uniform(512, 64, 1000, torch.bfloat16, device) for device in (others, used)]
+    calls = [_loss_plan.FusedLossCall.uniform(512, 64, 1000, torch.bfloat16, device) for device in (others, used)]
     others_seconds, seconds = (_loss_plan.choose(call, "fast").seconds for call in calls)
     assert others_seconds < 0.01 < RATES.launch < seconds
 

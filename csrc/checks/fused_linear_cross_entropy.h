@@ -42,7 +42,7 @@ struct FusedLoss : LossArguments {
 };
 
 // Checks the arguments that only a call for log-probabilities of tokens (linear_log_probs) may have.
-inline void check_tokens(const char* op, const FusedLoss& a, Dtype accumulator) {
+inline void check_log_probs(const char* op, const FusedLoss& a, Dtype accumulator) {
   require(a.logit_scale > 0 && a.logit_scale < 1e18, op, ": logit_scale is ", a.logit_scale, ", expected a number above 0, below 1e18");
   const Size rows = a.x.size(0);
   if (a.temperature) check_forward_result(op, *a.temperature, "temperature", {rows}, accumulator, a.x, "x");
@@ -96,7 +96,7 @@ inline HeadDtypes check_fused_loss(const char* op, const FusedLoss& a) {
   check_loss_options(op, a);
   const HeadDtypes dtypes = check_head(op, a.x, a.weight, a.bias, a.accum_dtype, a.compute_dtype, a.logits_dtype);
   check_targets(op, a.target, a.ce_weight, "ce_weight", a.x.size(0), a.weight.size(0), dtypes.acc, a.x, "x");
-  check_tokens(op, a, dtypes.acc);
+  check_log_probs(op, a, dtypes.acc);
   check_schedule(op, a.x, a.weight, dtypes, a.gradients, a.chunk_rows, a.chunk_classes, a.need_dx, a.need_dweight, a.wants_dbias());
   require(!(a.use_token_scaling && dtypes.wide_logits() && keeps_lse(a, a.chunk_classes, a.weight.size(0))), op,
           ": gradients is 4 (overlaid) for ", a.chunk_classes, " of ", a.weight.size(0), " classes, for which use_token_scaling needs",

@@ -17,7 +17,7 @@ struct VocabularyShard : FusedLoss {
       std::tuple_cat(FusedLoss::members, std::tuple{Member{"first_class", &F::first_class}, Member{"vocab_size", &F::vocab_size},
                                                     Member{"predictions", &F::predictions}, Member{"keep_logits", &F::keep_logits},
                                                     Member{"logits", &F::logits}, Member{"statistics", &F::statistics},
-                                                    Member{"best_class", &F::best_class}, Member{"kept", &F::gradient_state}});
+                                                    Member{"best_class", &F::best_class}, Member{"gradient_state", &F::gradient_state}});
 };
 
 inline HeadDtypes check_shard(const char* op, const VocabularyShard& a) {
@@ -28,7 +28,7 @@ inline HeadDtypes check_shard(const char* op, const VocabularyShard& a) {
       op, ": first_class is ", a.first_class, " and vocab_size ", a.vocab_size, ", which do not hold the ", a.weight.size(0),
       " classes of weight");
   check_targets(op, a.target, a.ce_weight, "ce_weight", a.x.size(0), a.vocab_size, dtypes.acc, a.x, "x");
-  check_tokens(op, a, dtypes.acc);
+  check_log_probs(op, a, dtypes.acc);
   return dtypes;
 }
 
@@ -76,7 +76,8 @@ inline bool check_shard_gradients(const VocabularyShard& a) {
   const Size rows = a.x.size(0);
   check_loss_gradient(op, a.dloss, a.reduction, rows, a.x, "x");
   check_forward_result(op, a.counts, "counts", {CrossEntropyCounts::slots}, dtypes.acc, a.x, "x");
-  check_forward_result(op, a.gradient_state, "kept", {launch::gradient_state_size(rows, a.use_token_scaling)}, dtypes.acc, a.x, "x");
+  check_forward_result(op, a.gradient_state, "gradient_state", {launch::gradient_state_size(rows, a.use_token_scaling)}, dtypes.acc, a.x,
+                       "x");
   require(a.chunk_rows >= Size(1), op, ": chunk_rows is ", a.chunk_rows, ", expected at least 1");
   return check_shard_logits(op, a.saved, "saved", a.x, a.weight, dtypes.compute);
 }

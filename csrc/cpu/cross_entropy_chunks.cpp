@@ -9,17 +9,17 @@ template <> [[gnu::flatten]] void run(const CrossEntropyStatistics& a, int64_t b
   const CrossEntropyRows& args = a.row;
   dispatch(args.logits.dtype, [&](auto t) {
     using T = decltype(t);
-    using A = accumulator_type<T>;
+    using Acc = accumulator_type<T>;
     using Slots = CrossEntropyStatistics;
     double weights = double(args.vocab);
     if (args.options.label_smoothing != 0 && args.class_weight.data != nullptr) {
-      const auto weight = param<A>(args.class_weight);
-      weights = sum_columns<A>(args.vocab, [&](int64_t j, auto n) { return load<A>(weight, j, n); });
+      const auto weight = param<Acc>(args.class_weight);
+      weights = sum_columns<Acc>(args.vocab, [&](int64_t j, auto n) { return load<Acc>(weight, j, n); });
     }
-    with_softcap<A>(args, [&](auto row_softcap) {
-      with_class_weight<A>(args.class_weight, args.options, [&](const auto& weight) {
+    with_softcap<Acc>(args, [&](auto row_softcap) {
+      with_class_weight<Acc>(args.class_weight, args.options, [&](const auto& weight) {
         for (int64_t i = begin; i < end; ++i) {
-          const auto put = [&](Slots::Slot slot, double value) { static_cast<A*>(a.statistics)[slot * args.rows + i] = A(value); };
+          const auto put = [&](Slots::Slot slot, double value) { static_cast<Acc*>(a.statistics)[slot * args.rows + i] = Acc(value); };
           if (args.target[i] == args.options.ignore_index) {  // the merge skips this row
             for (int slot = 0; slot < Slots::slot_count(a.moments); ++slot) put(Slots::Slot(slot), 0);
             if (a.best_class != nullptr) a.best_class[i] = 0;
@@ -29,9 +29,9 @@ template <> [[gnu::flatten]] void run(const CrossEntropyStatistics& a, int64_t b
           const auto softcap = row_softcap(i);
           const int64_t target = args.target[i] - a.classes.first;
           const bool here = target >= 0 && target < args.vocab;
-          const double near = softcap(element<A>(x, here ? target : 0));
-          const A anchor = A(Formula<A>::anchor(near));
-          const RowSums<A> sums = sum_row<A>(args.options, x, args.vocab, softcap, weight, anchor, a.moments);
+          const double near = softcap(element<Acc>(x, here ? target : 0));
+          const Acc anchor = Acc(Formula<Acc>::anchor(near));
+          const RowSums<Acc> sums = sum_row<Acc>(args.options, x, args.vocab, softcap, weight, anchor, a.moments);
           put(Slots::maximum, sums.shift);
           put(Slots::sum, sums.exponentials);
           put(Slots::target, here ? near : 0.0);
@@ -44,7 +44,7 @@ template <> [[gnu::flatten]] void run(const CrossEntropyStatistics& a, int64_t b
             put(Slots::total, sums.total);
           }
           const int64_t best = a.best_class != nullptr ? argmax(x, args.vocab, sums) : 0;
-          put(Slots::best, element<A>(x, best));
+          put(Slots::best, element<Acc>(x, best));
           if (a.best_class != nullptr) a.best_class[i] = a.classes.first + best;
         }
       });
@@ -54,27 +54,27 @@ template <> [[gnu::flatten]] void run(const CrossEntropyStatistics& a, int64_t b
 
 template <> void run(const CrossEntropyMerge& a, int64_t begin, int64_t end) {
   dispatch_same({a.accumulator}, [&](auto, auto acc) {
-    using A = decltype(acc);
+    using Acc = decltype(acc);
     using Slots = CrossEntropyStatistics;
-    const Formula<A> formula(a.row, a.row.vocab);
-    const RowResults<A> results{a.row};
+    const Formula<Acc> formula(a.row, a.row.vocab);
+    const RowResults<Acc> results{a.row};
     const int64_t slots = Slots::slot_count(a.row.moments());
     for (int64_t i = begin; i < end; ++i) {
       if (a.row.target[i] == a.row.options.ignore_index) {
         results.ignored(i);
-        if (a.token != nullptr) static_cast<A*>(a.token)[i] = 1;
+        if (a.token != nullptr) static_cast<Acc*>(a.token)[i] = 1;
         continue;
       }
       const auto statistic = [&](int64_t chunk, Slots::Slot slot) {
-        return static_cast<const A*>(a.statistics)[(chunk * slots + slot) * a.row.rows + i];
+        return static_cast<const Acc*>(a.statistics)[(chunk * slots + slot) * a.row.rows + i];
       };
-      RowSums<A> merged;
+      RowSums<Acc> merged;
       double target = 0;
       for (int64_t chunk = 0; chunk < a.chunks; ++chunk) {
         merged.shift = std::max(merged.shift, statistic(chunk, Slots::maximum));
         target += statistic(chunk, Slots::target);
       }
-      const double anchor = Formula<A>::anchor(target);
+      const double anchor = Formula<Acc>::anchor(target);
       for (int64_t chunk = 0; chunk < a.chunks; ++chunk) {
         merged.weighted +=
             statistic(chunk, Slots::weighted) + (statistic(chunk, Slots::anchor) - anchor) * statistic(chunk, Slots::weights);
@@ -89,12 +89,12 @@ template <> void run(const CrossEntropyMerge& a, int64_t begin, int64_t end) {
       const LogSumExp lse = merged.lse();
       results.losses(i, formula, lse, target, merged.weighted);
       if (a.row.moments()) results.moments(i, merged);
-      if (a.token != nullptr) static_cast<A*>(a.token)[i] = A(formula.token_scale(lse, target));
+      if (a.token != nullptr) static_cast<Acc*>(a.token)[i] = Acc(formula.token_scale(lse, target));
       if (!results.want_prediction()) continue;
-      A best = statistic(0, Slots::best);  // NaN is the largest value; of equal values, the first class counts
+      Acc best = statistic(0, Slots::best);  // NaN is the largest value; of equal values, the first class counts
       int64_t best_class = a.best_class[i];
       for (int64_t chunk = 1; chunk < a.chunks; ++chunk) {
-        const A other = statistic(chunk, Slots::best);
+        const Acc other = statistic(chunk, Slots::best);
         const int64_t at = a.best_class[chunk * a.row.rows + i];
         const bool larger = other > best || (other != other && best == best), equal = other == best || (other != other && best != best);
         if (larger || (equal && at < best_class)) best = other, best_class = at;

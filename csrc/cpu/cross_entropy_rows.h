@@ -21,53 +21,53 @@ template <class F> LIGER_INLINE void with_flag(bool flag, F&& f) {
 }
 
 // Computes x' from x. chain() multiplies a gradient by the derivative of softcap. scaled: x' = softcap(scale * x) * over_temperature.
-template <class A, bool capped, bool scaled = false> struct Softcap {
-  A cap, scale = 1, over_temperature = 1;
-  LIGER_INLINE vec<A> operator()(vec<A> x) const {
+template <class Acc, bool capped, bool scaled = false> struct Softcap {
+  Acc cap, scale = 1, over_temperature = 1;
+  LIGER_INLINE vec<Acc> operator()(vec<Acc> x) const {
     if constexpr (scaled) x *= capped ? scale : scale * over_temperature;
-    if constexpr (capped) x = math::softcap<Math<A>>(x, cap);
+    if constexpr (capped) x = math::softcap<Math<Acc>>(x, cap);
     if constexpr (capped && scaled) x *= over_temperature;
     if constexpr (capped || scaled) x = rounded(x);  // so that x' - shift is exactly 0 for the element whose x' is the shift
     return x;
   }
-  LIGER_INLINE A operator()(A x) const { return (*this)(splat<A>(x))[0]; }
-  LIGER_INLINE vec<A> chain(vec<A> x_capped, vec<A> gradient) const {
+  LIGER_INLINE Acc operator()(Acc x) const { return (*this)(splat<Acc>(x))[0]; }
+  LIGER_INLINE vec<Acc> chain(vec<Acc> x_capped, vec<Acc> gradient) const {
     if constexpr (capped) return gradient * math::softcap_slope(x_capped, scaled ? cap * over_temperature : cap);
     else return gradient;
   }
 };
 
 // Calls f(row_softcap), where row_softcap(i) is the Softcap of row i. Loss: CrossEntropyRows or CrossEntropyBackward.
-template <class A, class Loss, class F> LIGER_INLINE void with_softcap(const Loss& args, F&& f) {
-  const A cap = A(args.options.softcap), scale = A(args.options.logit_scale);
-  const A* const temperature = static_cast<const A*>(args.temperature);
+template <class Acc, class Loss, class F> LIGER_INLINE void with_softcap(const Loss& args, F&& f) {
+  const Acc cap = Acc(args.options.softcap), scale = Acc(args.options.logit_scale);
+  const Acc* const temperature = static_cast<const Acc*>(args.temperature);
   with_flag(cap != 0, [&](auto capped) {
     with_flag(temperature != nullptr || scale != 1, [&](auto scaled) {
-      f([&](int64_t i) { return Softcap<A, capped, scaled>{cap, scale, temperature != nullptr ? 1 / temperature[i] : A(1)}; });
+      f([&](int64_t i) { return Softcap<Acc, capped, scaled>{cap, scale, temperature != nullptr ? 1 / temperature[i] : Acc(1)}; });
     });
   });
 }
 
-template <class A, class T> LIGER_INLINE A element(const In<T>& x, int64_t j) { return load<A>(x, j, Part{1})[0]; }
+template <class Acc, class T> LIGER_INLINE Acc element(const In<T>& x, int64_t j) { return load<Acc>(x, j, Part{1})[0]; }
 
-// log(sum(exp(x'))) as two numbers: `high`, rounded to A, and the remainder `low`. With large logits, `low` may hold the whole logarithm of
-// the sum of exp(x' - shift).
+// log(sum(exp(x'))) as two numbers: `high`, rounded to Acc, and the remainder `low`. With large logits, `low` may hold the whole logarithm
+// of the sum of exp(x' - shift).
 struct LogSumExp {
   double high, low;
   double value() const { return high + low; }
   double minus(double x) const { return (high - x) + low; }
 };
 
-template <class A> struct RowSums {
-  A max = -std::numeric_limits<A>::infinity();  // of x, not of x': the prediction is exact where softcap saturates
+template <class Acc> struct RowSums {
+  Acc max = -std::numeric_limits<Acc>::infinity();  // of x, not of x': the prediction is exact where softcap saturates
   int64_t max_block = 0;                        // the first block that holds max
-  A shift = std::numeric_limits<A>::lowest();
+  Acc shift = std::numeric_limits<Acc>::lowest();
   double exponentials = 0;  // sum of exp(x' - shift)
   double weighted = 0;      // sum of w * (x' - anchor), for label smoothing
   double moment = 0, squares = 0, total = 0;  // sums of exp(x' - shift) * (x' - shift), exp(2 * (x' - shift)), x'
 
   LogSumExp lse() const {
-    const double log_sum = __builtin_log(exponentials), high = A(shift + log_sum);
+    const double log_sum = __builtin_log(exponentials), high = Acc(shift + log_sum);
     return {high, (shift - high) + log_sum};
   }
 };
@@ -75,31 +75,31 @@ template <class A> struct RowSums {
 // Computes the sums of a row. terms: 1, 2 with label smoothing, or 4 with moments. A sum of logits may overflow, so label smoothing sums
 // their differences from one logit, the anchor. `max` may miss a NaN; the sum of exponentials never does. Not inlined, so that kernels
 // share its code: one call for each row.
-template <class A, int terms, class T, class Cap, class W>
-[[gnu::noinline, gnu::flatten]] RowSums<A> sum_row(const In<T>& row, int64_t vocab, const Cap& softcap, const In<W>& weight, A anchor) {
-  constexpr A least = -std::numeric_limits<A>::infinity();
-  RowSums<A> r;
-  const A guess = max_columns<A>(std::min(vocab, first_guess_columns), [&](int64_t j, auto n) { return load<A>(row, j, n); });
+template <class Acc, int terms, class T, class Cap, class W>
+[[gnu::noinline, gnu::flatten]] RowSums<Acc> sum_row(const In<T>& row, int64_t vocab, const Cap& softcap, const In<W>& weight, Acc anchor) {
+  constexpr Acc least = -std::numeric_limits<Acc>::infinity();
+  RowSums<Acc> r;
+  const Acc guess = max_columns<Acc>(std::min(vocab, first_guess_columns), [&](int64_t j, auto n) { return load<Acc>(row, j, n); });
   r.shift = std::max(r.shift, softcap(guess));
   for (int64_t first = 0; first < vocab; first += block_columns) {
     const int64_t count = std::min(block_columns, vocab - first);
     for (;;) {
-      vec<A> top = splat<A>(least);
-      const vec<A> shift = splat<A>(r.shift);
-      const auto sums = sum_columns<A, terms>(count, [&](int64_t j, auto n, vec<A>(&term)[terms]) {
-        const vec<A> x = load<A>(row, first + j, n), x_capped = softcap(x);
-        top = Max{}(top, masked<A>(n, x, least));
-        term[0] = Math<A>::exp(x_capped - shift);
-        if constexpr (terms == 2) term[1] = (x_capped - anchor) * load<A>(weight, first + j, n);
+      vec<Acc> top = splat<Acc>(least);
+      const vec<Acc> shift = splat<Acc>(r.shift);
+      const auto sums = sum_columns<Acc, terms>(count, [&](int64_t j, auto n, vec<Acc>(&term)[terms]) {
+        const vec<Acc> x = load<Acc>(row, first + j, n), x_capped = softcap(x);
+        top = Max{}(top, masked<Acc>(n, x, least));
+        term[0] = Math<Acc>::exp(x_capped - shift);
+        if constexpr (terms == 2) term[1] = (x_capped - anchor) * load<Acc>(weight, first + j, n);
         if constexpr (terms == 4) {
-          const vec<A> distance = x_capped - shift;
-          term[1] = term[0] * (distance < std::numeric_limits<A>::lowest() ? vec<A>{} : distance);  // 0 * -inf is NaN
+          const vec<Acc> distance = x_capped - shift;
+          term[1] = term[0] * (distance < std::numeric_limits<Acc>::lowest() ? vec<Acc>{} : distance);  // 0 * -inf is NaN
           term[2] = term[0] * term[0];
           term[3] = x_capped;
         }
       });
-      const A block_max = fold<A, lanes<A>>(top, Max{}), rise_to = softcap(block_max);
-      if (rise_to > r.shift + A(slack)) {
+      const Acc block_max = fold<Acc, lanes<Acc>>(top, Max{}), rise_to = softcap(block_max);
+      if (rise_to > r.shift + Acc(slack)) {
         const double rise = double(rise_to) - double(r.shift), factor = __builtin_exp(-rise);
         if (r.exponentials != 0) r.moment = factor * (r.moment - rise * r.exponentials);
         r.squares *= factor * factor;
@@ -118,21 +118,21 @@ template <class A, int terms, class T, class Cap, class W>
 }
 
 // Selects the terms: with moments, with label smoothing, or with neither.
-template <class A, class T, class Cap, class W>
-LIGER_INLINE RowSums<A> sum_row(const CrossEntropyOptions& options, const In<T>& row, int64_t vocab, const Cap& softcap,
-                                const In<W>& weight, A anchor, bool moments = false) {
-  if (moments) return sum_row<A, 4>(row, vocab, softcap, In<constant>{1}, anchor);
-  if (options.label_smoothing != 0) return sum_row<A, 2>(row, vocab, softcap, weight, anchor);
-  return sum_row<A, 1>(row, vocab, softcap, In<constant>{1}, anchor);
+template <class Acc, class T, class Cap, class W>
+LIGER_INLINE RowSums<Acc> sum_row(const CrossEntropyOptions& options, const In<T>& row, int64_t vocab, const Cap& softcap,
+                                  const In<W>& weight, Acc anchor, bool moments = false) {
+  if (moments) return sum_row<Acc, 4>(row, vocab, softcap, In<constant>{1}, anchor);
+  if (options.label_smoothing != 0) return sum_row<Acc, 2>(row, vocab, softcap, weight, anchor);
+  return sum_row<Acc, 1>(row, vocab, softcap, In<constant>{1}, anchor);
 }
 
 // Returns the class that torch.argmax returns: the first of equal values; NaN is the greatest value.
-template <class A, class T> int64_t argmax(const In<T>& row, int64_t vocab, const RowSums<A>& r) {
+template <class Acc, class T> int64_t argmax(const In<T>& row, int64_t vocab, const RowSums<Acc>& r) {
   if (r.exponentials != r.exponentials)
     for (int64_t j = 0; j < vocab; ++j)
-      if (const A x = element<A>(row, j); x != x) return j;
+      if (const Acc x = element<Acc>(row, j); x != x) return j;
   for (int64_t j = r.max_block; j < vocab; ++j)
-    if (element<A>(row, j) == r.max) return j;
+    if (element<Acc>(row, j) == r.max) return j;
   return 0;
 }
 
@@ -146,7 +146,7 @@ struct LossFactors {
   double ce, z;
 
   // The factors of a gradient without reduction, relative to counts[scale], which is ce_scale unless class weights make that 0.
-  template <class A> static LossFactors unreduced(const A* counts, double gradient_scale) {
+  template <class Acc> static LossFactors unreduced(const Acc* counts, double gradient_scale) {
     const double ce_scale = counts[CrossEntropyCounts::ce_scale], z_scale = counts[CrossEntropyCounts::z_scale];
     return {ce_scale != 0 ? gradient_scale : 0.0, gradient_scale * (ce_scale != 0 ? z_scale / ce_scale : 1.0)};
   }
@@ -154,12 +154,12 @@ struct LossFactors {
 
 // The formulas of kernels/cross_entropy.h for one row. Args: CrossEntropyRows or CrossEntropyBackward. y: the target's index in
 // class_weight.
-template <class A> struct Formula {
+template <class Acc> struct Formula {
   template <class Args>
   Formula(const Args& a, int64_t classes)
       : options(a.options),
-        weight(static_cast<const A*>(a.class_weight.data)),
-        counts(static_cast<const A*>(a.counts)),
+        weight(static_cast<const Acc*>(a.class_weight.data)),
+        counts(static_cast<const Acc*>(a.counts)),
         smooth(a.options.label_smoothing / double(classes)) {}
 
   double hit(int64_t y) const { return (1 - options.label_smoothing) * (weight != nullptr ? double(weight[y]) : 1.0); }
@@ -185,19 +185,19 @@ template <class A> struct Formula {
   }
 
   const CrossEntropyOptions& options;
-  const A* weight;
-  const A* counts;
+  const Acc* weight;
+  const Acc* counts;
   double smooth;
 };
 
 // Calls f with the class weights over which label smoothing spreads the target; all are 1 if there are none.
-template <class A, class F> LIGER_INLINE void with_class_weight(const Vector& v, const CrossEntropyOptions& options, F&& f) {
+template <class Acc, class F> LIGER_INLINE void with_class_weight(const Vector& v, const CrossEntropyOptions& options, F&& f) {
   if (v.data == nullptr || options.label_smoothing == 0) f(In<constant>{1});
-  else f(param<A>(v));
+  else f(param<Acc>(v));
 }
 
 // Stores the results of a row in the arrays of `a` that are not null.
-template <class A> struct RowResults {
+template <class Acc> struct RowResults {
   const CrossEntropyRows& a;
 
   // The results of a row whose target is ignored.
@@ -207,14 +207,14 @@ template <class A> struct RowResults {
     if (a.accuracy != nullptr) static_cast<float*>(a.accuracy)[i] = 0;
     if (a.predicted != nullptr) a.predicted[i] = -1;
   }
-  void losses(int64_t i, const Formula<A>& formula, const LogSumExp& lse, double x_target, double weighted) const {
+  void losses(int64_t i, const Formula<Acc>& formula, const LogSumExp& lse, double x_target, double weighted) const {
     put(a.ce, i, formula.ce(a.target[i], lse, x_target, weighted));
     put(a.z, i, formula.z(lse, x_target));
     put(a.lse, i, lse.high);
     put(a.lse, a.rows + i, lse.low);
   }
   bool want_prediction() const { return a.accuracy != nullptr || a.predicted != nullptr; }
-  void moments(int64_t i, const RowSums<A>& sums) const {
+  void moments(int64_t i, const RowSums<Acc>& sums) const {
     const double log_sum = __builtin_log(sums.exponentials);
     put(a.entropy, i, log_sum - sums.moment / sums.exponentials);
     put(a.mean, i, sums.total / double(a.vocab));
@@ -227,7 +227,7 @@ template <class A> struct RowResults {
 
  private:
   static void put(void* array, int64_t i, double value) {
-    if (array != nullptr) static_cast<A*>(array)[i] = A(value);
+    if (array != nullptr) static_cast<Acc*>(array)[i] = Acc(value);
   }
 };
 

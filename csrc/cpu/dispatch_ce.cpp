@@ -60,8 +60,8 @@ double load_number(const void* data, Dtype dtype) {
 
 void cross_entropy_counts(const CrossEntropyCounts& a, Stream) {
   with_accumulator(a.accumulator, [&](auto acc) {
-    using A = decltype(acc);
-    const A* const weight = static_cast<const A*>(a.class_weight.data);
+    using Acc = decltype(acc);
+    const Acc* const weight = static_cast<const Acc*>(a.class_weight.data);
     const auto counted = [&](int64_t y) { return y != a.options.ignore_index && y >= 0 && y < a.vocab; };
     const double valid = blocked_sum(a.rows, [&](int64_t i) { return a.target[i] != a.options.ignore_index ? 1.0 : 0.0; });
     const double target_weight =
@@ -71,21 +71,21 @@ void cross_entropy_counts(const CrossEntropyCounts& a, Stream) {
     const auto inverse = [](double denominator) { return denominator != 0 ? 1 / denominator : 0.0; };
     double ce_scale = 1, z_scale = 1;
     if (a.options.reduction != Reduction::none && a.normalizer != nullptr)
-      ce_scale = z_scale = inverse(*static_cast<const A*>(a.normalizer));
+      ce_scale = z_scale = inverse(*static_cast<const Acc*>(a.normalizer));
     else if (a.options.reduction == Reduction::mean) {
       ce_scale = inverse(target_weight);
       z_scale = inverse(valid);
     }
     if (valid == 0) ce_scale = z_scale = 0;
 
-    A* const counts = static_cast<A*>(a.counts);
-    std::fill_n(counts, CrossEntropyCounts::slots, A(0));
-    counts[CrossEntropyCounts::valid] = A(valid);
-    counts[CrossEntropyCounts::target_weight] = A(target_weight);
-    counts[CrossEntropyCounts::weight] = A(weight_sum);
-    counts[CrossEntropyCounts::ce_scale] = A(ce_scale);
-    counts[CrossEntropyCounts::z_scale] = A(z_scale);
-    counts[CrossEntropyCounts::scale] = A(ce_scale != 0 ? ce_scale : z_scale);
+    Acc* const counts = static_cast<Acc*>(a.counts);
+    std::fill_n(counts, CrossEntropyCounts::slots, Acc(0));
+    counts[CrossEntropyCounts::valid] = Acc(valid);
+    counts[CrossEntropyCounts::target_weight] = Acc(target_weight);
+    counts[CrossEntropyCounts::weight] = Acc(weight_sum);
+    counts[CrossEntropyCounts::ce_scale] = Acc(ce_scale);
+    counts[CrossEntropyCounts::z_scale] = Acc(z_scale);
+    counts[CrossEntropyCounts::scale] = Acc(ce_scale != 0 ? ce_scale : z_scale);
   });
 }
 
@@ -120,9 +120,10 @@ void cross_entropy_merge(const CrossEntropyMerge& a, Stream) {
 void cross_entropy_reduce(const CrossEntropyReduce& a, Stream stream) {
   if (a.counting != nullptr) cross_entropy_counts(*a.counting, stream);
   with_accumulator(a.accumulator, [&](auto acc) {
-    using A = decltype(acc);
-    const A *const ce = static_cast<const A*>(a.ce), *const z = static_cast<const A*>(a.z), *const counts = static_cast<const A*>(a.counts);
-    A *const loss = static_cast<A*>(a.loss), *const z_loss = static_cast<A*>(a.z_loss);
+    using Acc = decltype(acc);
+    const Acc *const ce = static_cast<const Acc*>(a.ce), *const z = static_cast<const Acc*>(a.z),
+                     *const counts = static_cast<const Acc*>(a.counts);
+    Acc *const loss = static_cast<Acc*>(a.loss), *const z_loss = static_cast<Acc*>(a.z_loss);
     if (a.reduction == Reduction::none) {
       for (int64_t i = 0; i < a.rows; ++i) {
         loss[i] = z != nullptr ? ce[i] + z[i] : ce[i];
@@ -134,8 +135,8 @@ void cross_entropy_reduce(const CrossEntropyReduce& a, Stream stream) {
     const auto sum = [&](const auto* terms) { return blocked_sum(a.rows, [&](int64_t i) { return double(terms[i]); }); };
     const double ce_sum = counts[CrossEntropyCounts::ce_scale] * sum(ce);
     const double z_sum = z != nullptr ? counts[CrossEntropyCounts::z_scale] * sum(z) : 0.0;
-    *loss = A(ce_sum + z_sum);
-    if (z_loss != nullptr) *z_loss = A(z_sum);
+    *loss = Acc(ce_sum + z_sum);
+    if (z_loss != nullptr) *z_loss = Acc(z_sum);
     if (a.token_accuracy != nullptr) {
       const double valid = counts[CrossEntropyCounts::valid];
       *a.token_accuracy = valid > 0 ? float(sum(a.accuracy) / valid) : 0.0f;
@@ -157,12 +158,12 @@ void column_sum(const ColumnSum& a, Stream) { parallel_items(a, a.cols, a.rows);
 
 void scalar_product(const ScalarProduct& a, Stream) {
   with_accumulator(a.accumulator, [&](auto acc) {
-    using A = decltype(acc);
+    using Acc = decltype(acc);
     double product = a.scale;
     if (a.a.data != nullptr) product *= load_number(a.a.data, a.a.dtype);
-    if (a.b != nullptr) product *= *static_cast<const A*>(a.b);
-    A* const out = static_cast<A*>(a.out);
-    out[0] = A(product);
+    if (a.b != nullptr) product *= *static_cast<const Acc*>(a.b);
+    Acc* const out = static_cast<Acc*>(a.out);
+    out[0] = Acc(product);
     if (a.factors.data == nullptr) return;
     double largest = 0;
     for (int64_t i = 0; i < a.rows; ++i) {
@@ -172,8 +173,8 @@ void scalar_product(const ScalarProduct& a, Stream) {
     int above = 0;
     if (std::isfinite(largest) && std::frexp(largest, &above) == 0.5) above -= 1;  // `largest` is a power of two
     const double power = std::exp2(std::clamp(above, -100, 100));
-    out[1] = A(product * power);
-    out[2] = A(1 / power);
+    out[1] = Acc(product * power);
+    out[2] = Acc(1 / power);
   });
 }
 

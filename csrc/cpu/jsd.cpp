@@ -13,7 +13,7 @@ namespace {
 
 using math::Divergence;
 
-template <class A> struct JsdMath;
+template <class Acc> struct JsdMath;
 
 template <> struct JsdMath<float> : Math<float> {
   // The logarithm of normal numbers below 1, to 1 ulp: x = m * 2^n with m from sqrt(1/2) to sqrt(2), and ln 2 in two parts.
@@ -60,12 +60,12 @@ bool counts(const JsdRows& rows, int64_t i) { return rows.labels == nullptr || r
 }  // namespace
 
 template <> [[gnu::flatten]] void run(const JsdForward& a, int64_t begin, int64_t end) {
-  with_divergence(a.in, [&]<class T, class A, Divergence D>() {
-    const math::JsdWeights<A> weights(a.in.beta);
+  with_divergence(a.in, [&]<class T, class Acc, Divergence D>() {
+    const math::JsdWeights<Acc> weights(a.in.beta);
     for (int64_t i = begin; i < end; ++i) {
       const auto x = row<T>(a.in.log_q, i), y = row<T>(a.in.log_p, i);
-      static_cast<A*>(a.losses)[i] = !counts(a.in, i) ? A(0) : sum_columns<A>(a.in.vocab, [&](int64_t j, auto n) {
-        return math::jsd_term<JsdMath<A>, D>(load<A>(x, j, n), load<A>(y, j, n), weights);
+      static_cast<Acc*>(a.losses)[i] = !counts(a.in, i) ? Acc(0) : sum_columns<Acc>(a.in.vocab, [&](int64_t j, auto n) {
+        return math::jsd_term<JsdMath<Acc>, D>(load<Acc>(x, j, n), load<Acc>(y, j, n), weights);
       });
     }
   });
@@ -74,18 +74,18 @@ template <> [[gnu::flatten]] void run(const JsdForward& a, int64_t begin, int64_
 template <> [[gnu::flatten]] void run(const JsdBackward& a, int64_t begin, int64_t end) {
   const bool stream = streams(a.dlog_q, a.in.rows, a.in.vocab);
   const double grad = dispatch(a.grad.dtype, [&](auto t) { return double(load<double>(param<decltype(t)>(a.grad), 0, Part{1})[0]); });
-  with_divergence(a.in, [&]<class T, class A, Divergence D>() {
-    const math::JsdWeights<A> weights(a.in.beta);
-    const A scale = A(grad * static_cast<const A*>(a.counts)[CrossEntropyCounts::ce_scale]);
+  with_divergence(a.in, [&]<class T, class Acc, Divergence D>() {
+    const math::JsdWeights<Acc> weights(a.in.beta);
+    const Acc scale = Acc(grad * static_cast<const Acc*>(a.counts)[CrossEntropyCounts::ce_scale]);
     for (int64_t i = begin; i < end; ++i) {
       const auto x = row<T>(a.in.log_q, i), y = row<T>(a.in.log_p, i);
       const auto out = row<T>(a.dlog_q, i, stream);
       if (!counts(a.in, i)) {
-        columns<A>(a.in.vocab, [&](int64_t j, auto n) { store(out, j, n, vec<A>{}); });
+        columns<Acc>(a.in.vocab, [&](int64_t j, auto n) { store(out, j, n, vec<Acc>{}); });
         continue;
       }
-      columns<A>(a.in.vocab, [&](int64_t j, auto n) {
-        store(out, j, n, scale * math::jsd_slope<JsdMath<A>, D>(load<A>(x, j, n), load<A>(y, j, n), weights));
+      columns<Acc>(a.in.vocab, [&](int64_t j, auto n) {
+        store(out, j, n, scale * math::jsd_slope<JsdMath<Acc>, D>(load<Acc>(x, j, n), load<Acc>(y, j, n), weights));
       });
     }
   });

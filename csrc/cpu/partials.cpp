@@ -7,20 +7,20 @@
 namespace liger::cpu::LIGER_ISA {
 namespace {
 
-template <class A> [[gnu::flatten]] void sum_group(const SumPartials& a, int64_t first, int64_t count) {
-  alignas(vector_bytes) A sums[partial_columns] = {};
+template <class Acc> [[gnu::flatten]] void sum_group(const SumPartials& a, int64_t first, int64_t count) {
+  alignas(vector_bytes) Acc sums[partial_columns] = {};
   constexpr int64_t batch = 16;
   for (int64_t block = 0; block < a.blocks; block += batch) {
-    const A* partial = static_cast<const A*>(a.data) + block * a.stride + first;
+    const Acc* partial = static_cast<const Acc*>(a.data) + block * a.stride + first;
     const int64_t blocks = a.blocks - block < batch ? a.blocks - block : batch;
-    columns<A>(count, [&](int64_t j, auto n) {
-      auto sum = load<A>(partial + j, n);
-      for (int64_t i = 1; i < blocks; ++i) sum += load<A>(partial + i * a.stride + j, n);
-      store<A>(sums + j, n, load<A>(sums + j, n) + sum);
+    columns<Acc>(count, [&](int64_t j, auto n) {
+      auto sum = load<Acc>(partial + j, n);
+      for (int64_t i = 1; i < blocks; ++i) sum += load<Acc>(partial + i * a.stride + j, n);
+      store<Acc>(sums + j, n, load<Acc>(sums + j, n) + sum);
     });
   }
   const Out<any> out = param<any>(a.out);
-  columns<A>(count, [&](int64_t j, auto n) { store(out, first + j, n, load<A>(sums + j, n)); });
+  columns<Acc>(count, [&](int64_t j, auto n) { store(out, first + j, n, load<Acc>(sums + j, n)); });
 }
 
 }  // namespace

@@ -11,41 +11,41 @@ namespace {
 constexpr int64_t slice = 256;  // columns of half a row
 
 // Values for `slice` pairs: [0] for their first elements, [1] for their second elements.
-template <class A> struct Pairs {
-  alignas(vector_bytes) A values[2][slice];
-  A* operator[](int i) { return values[i]; }
-  const A* operator[](int i) const { return values[i]; }
+template <class Acc> struct Pairs {
+  alignas(vector_bytes) Acc values[2][slice];
+  Acc* operator[](int i) { return values[i]; }
+  const Acc* operator[](int i) const { return values[i]; }
 };
-template <class A> struct Table {
-  Pairs<A> cos, sin;
+template <class Acc> struct Table {
+  Pairs<Acc> cos, sin;
 };
 
 // split() reads and join() writes `count` interleaved pairs, from element `at` on.
-template <class A, class T> LIGER_INLINE void split(Pairs<A>& to, const In<T>& from, int64_t at, int64_t count) {
-  alignas(vector_bytes) A row[2 * slice];
-  columns<A>(2 * count, [&](int64_t j, auto n) { store<A>(row + j, n, load<A>(from, at + j, n)); });
+template <class Acc, class T> LIGER_INLINE void split(Pairs<Acc>& to, const In<T>& from, int64_t at, int64_t count) {
+  alignas(vector_bytes) Acc row[2 * slice];
+  columns<Acc>(2 * count, [&](int64_t j, auto n) { store<Acc>(row + j, n, load<Acc>(from, at + j, n)); });
   for (int64_t j = 0; j < count; ++j) to[0][j] = row[2 * j], to[1][j] = row[2 * j + 1];
 }
-template <class A, class T> LIGER_INLINE void join(const Out<T>& to, const Pairs<A>& from, int64_t at, int64_t count) {
-  alignas(vector_bytes) A row[2 * slice];
+template <class Acc, class T> LIGER_INLINE void join(const Out<T>& to, const Pairs<Acc>& from, int64_t at, int64_t count) {
+  alignas(vector_bytes) Acc row[2 * slice];
   for (int64_t j = 0; j < count; ++j) row[2 * j] = from[0][j], row[2 * j + 1] = from[1][j];
-  columns<A>(2 * count, [&](int64_t j, auto n) { store(to, at + j, n, load<A>(row + j, n)); });
+  columns<Acc>(2 * count, [&](int64_t j, auto n) { store(to, at + j, n, load<Acc>(row + j, n)); });
 }
 // Reads two runs of `count` elements: from `at`, and from `at + apart`.
-template <class A, class T> LIGER_INLINE void copy(Pairs<A>& to, const In<T>& from, int64_t at, int64_t apart, int64_t count) {
-  columns<A>(count, [&](int64_t j, auto n) {
-    store<A>(to[0] + j, n, load<A>(from, at + j, n));
-    store<A>(to[1] + j, n, load<A>(from, at + apart + j, n));
+template <class Acc, class T> LIGER_INLINE void copy(Pairs<Acc>& to, const In<T>& from, int64_t at, int64_t apart, int64_t count) {
+  columns<Acc>(count, [&](int64_t j, auto n) {
+    store<Acc>(to[0] + j, n, load<Acc>(from, at + j, n));
+    store<Acc>(to[1] + j, n, load<Acc>(from, at + apart + j, n));
   });
 }
 
 // Fills the buffer with the cos and sin of a slice. The backward's transpose swaps sin between the halves and negates it. This is done
 // here, so that forward and backward share one formula.
-template <class A>
-[[gnu::flatten]] void fill(Table<A>& table, const Rope& a, int64_t batch, int64_t position, int64_t first, int64_t count) {
+template <class Acc>
+[[gnu::flatten]] void fill(Table<Acc>& table, const Rope& a, int64_t batch, int64_t position, int64_t first, int64_t count) {
   if (count == 0) return;  // a table without columns may have no memory
   dispatch(a.table_dtype, [&](auto t) {
-    const auto pairs = [&](Pairs<A>& to, const void* data, int64_t batch_stride, int64_t seq_stride) {
+    const auto pairs = [&](Pairs<Acc>& to, const void* data, int64_t batch_stride, int64_t seq_stride) {
       const In<decltype(t)> from{static_cast<const decltype(t)*>(data) + batch * batch_stride + position * seq_stride};
       if (a.tables_interleaved()) split(to, from, 2 * first, count);
       else copy(to, from, first, a.half_tables ? 0 : a.rotary_dim / 2, count);
@@ -54,15 +54,15 @@ template <class A>
     pairs(table.sin, a.sin, a.sin_batch, a.sin_seq);
   });
   if (a.transpose)
-    columns<A>(count, [&](int64_t j, auto n) {
-      const auto low = load<A>(table.sin[0] + j, n), high = load<A>(table.sin[1] + j, n);
-      store<A>(table.sin[0] + j, n, -high);
-      store<A>(table.sin[1] + j, n, -low);
+    columns<Acc>(count, [&](int64_t j, auto n) {
+      const auto low = load<Acc>(table.sin[0] + j, n), high = load<Acc>(table.sin[1] + j, n);
+      store<Acc>(table.sin[0] + j, n, -high);
+      store<Acc>(table.sin[1] + j, n, -low);
     });
 }
 
-template <bool Interleaved, class T, class A>
-[[gnu::flatten]] void rotate(const Table<A>& table, const Rope& a, const RopeHeads& heads, int64_t batch, int64_t position, int64_t first,
+template <bool Interleaved, class T, class Acc>
+[[gnu::flatten]] void rotate(const Table<Acc>& table, const Rope& a, const RopeHeads& heads, int64_t batch, int64_t position, int64_t first,
                              int64_t count, bool stream) {
   if (heads.heads == 0) return;  // q or k may be absent
   const int64_t half = a.rotary_dim / 2;
@@ -73,24 +73,24 @@ template <bool Interleaved, class T, class A>
     const In<T> low{in + first}, high{in + half + first}, rest{in};
     const Out<T> low_out{out + first, stream}, high_out{out + half + first, stream}, rest_out{out, stream};
     const auto turn = [&](const auto& low, const auto& high, const auto& low_out, const auto& high_out) {
-      columns<A>(count, [&](int64_t j, auto n) {
-        const auto x = load<A>(low, j, n), y = load<A>(high, j, n);
-        store(low_out, j, n, x * load<A>(table.cos[0] + j, n) - y * load<A>(table.sin[0] + j, n));
-        store(high_out, j, n, y * load<A>(table.cos[1] + j, n) + x * load<A>(table.sin[1] + j, n));
+      columns<Acc>(count, [&](int64_t j, auto n) {
+        const auto x = load<Acc>(low, j, n), y = load<Acc>(high, j, n);
+        store(low_out, j, n, x * load<Acc>(table.cos[0] + j, n) - y * load<Acc>(table.sin[0] + j, n));
+        store(high_out, j, n, y * load<Acc>(table.cos[1] + j, n) + x * load<Acc>(table.sin[1] + j, n));
       });
     };
     if constexpr (!Interleaved) turn(low, high, low_out, high_out);
     else {
-      Pairs<A> x, rotated;
+      Pairs<Acc> x, rotated;
       if (a.in_interleaved) split(x, rest, 2 * first, count);
       else copy(x, rest, first, half, count);
-      const In<A> firsts{x[0]}, seconds{x[1]};
+      const In<Acc> firsts{x[0]}, seconds{x[1]};
       if (a.out_interleaved) {
-        turn(firsts, seconds, Out<A>{rotated[0], false}, Out<A>{rotated[1], false});
+        turn(firsts, seconds, Out<Acc>{rotated[0], false}, Out<Acc>{rotated[1], false});
         join(rest_out, rotated, 2 * first, count);
       } else turn(firsts, seconds, low_out, high_out);
     }
-    if (last) columns<A>(a.rotary_dim, a.head_dim, [&](int64_t j, auto n) { store(rest_out, j, n, load<A>(rest, j, n)); });
+    if (last) columns<Acc>(a.rotary_dim, a.head_dim, [&](int64_t j, auto n) { store(rest_out, j, n, load<Acc>(rest, j, n)); });
   }
 }
 
@@ -102,10 +102,10 @@ bool heads_stream(const Rope& a, const RopeHeads& heads) {
          heads.out_batch * size % vector_bytes == 0 && half * size % vector_bytes == 0;
 }
 
-template <bool Interleaved, class T, class A> void run_positions(const Rope& a, int64_t begin, int64_t end) {
+template <bool Interleaved, class T, class Acc> void run_positions(const Rope& a, int64_t begin, int64_t end) {
   const bool stream_q = heads_stream(a, a.q), stream_k = heads_stream(a, a.k);
   const int64_t half = a.rotary_dim / 2;
-  Table<A> table;
+  Table<Acc> table;
   for (int64_t item = begin; item < end; ++item) {
     const int64_t batch = item / a.seq, position = item % a.seq;
     int64_t first = 0;

@@ -25,31 +25,31 @@ LIGER_INLINE void numbers(uint16_t (&out)[block], int64_t column, uint64_t row, 
   for (int i = 0; i < block; ++i) out[i] = uint16_t(words[i / 2 % 4][i / 8] >> (i % 2 * 16));
 }
 
-template <class T, class A> [[gnu::flatten]] void drop(const SeededDropout& a, int64_t begin, int64_t end) {
-  using Bits = vector<std::conditional_t<sizeof(A) == 8, int64_t, int32_t>, lanes<A>>;
+template <class T, class Acc> [[gnu::flatten]] void drop(const SeededDropout& a, int64_t begin, int64_t end) {
+  using Bits = vector<std::conditional_t<sizeof(Acc) == 8, int64_t, int32_t>, lanes<Acc>>;
   const auto seed = static_cast<uint64_t>(*a.seed);
   for (int64_t i = begin; i < end; ++i) {
     const auto total = row<T>(a.out, i);
     const auto previous = row<T>(Rows{a.out.data, a.out.stride, a.out.dtype}, i);
     for (int64_t first = 0; first < a.cols; first += block) {
       const int64_t last = first + block < a.cols ? first + block : a.cols;
-      A sums[block];
-      if (a.add) columns<A>(first, last, [&](int64_t j, auto n) { store<A>(sums + (j - first), Whole{}, load<A>(previous, j, n)); });
+      Acc sums[block];
+      if (a.add) columns<Acc>(first, last, [&](int64_t j, auto n) { store<Acc>(sums + (j - first), Whole{}, load<Acc>(previous, j, n)); });
       for (int64_t mask = 0; mask < a.count; ++mask) {
         const auto x = row<T>(Rows(a.x), a.add ? mask * a.rows + i : i);
         const auto out = row<T>(a.out, a.add ? i : mask * a.rows + i);
         uint16_t random[block];
         numbers(random, first, static_cast<uint64_t>(a.first_row) + static_cast<uint64_t>(i), a.stream + uint32_t(mask), seed);
-        columns<A>(first, last, [&](int64_t j, auto n) {
-          const auto number = __builtin_convertvector(load_bytes<vector<uint16_t, lanes<A>>>(random + (j - first)), Bits);
-          const vec<A> scaled = rounded(load<A>(x, j, n) * A(a.scale));
-          const vec<A> dropped = number >= static_cast<int32_t>(a.threshold) ? scaled : vec<A>{};
-          A* const sum = sums + (j - first);
-          if (a.add) store<A>(sum, Whole{}, load<A>(sum, Whole{}) + dropped);
+        columns<Acc>(first, last, [&](int64_t j, auto n) {
+          const auto number = __builtin_convertvector(load_bytes<vector<uint16_t, lanes<Acc>>>(random + (j - first)), Bits);
+          const vec<Acc> scaled = rounded(load<Acc>(x, j, n) * Acc(a.scale));
+          const vec<Acc> dropped = number >= static_cast<int32_t>(a.threshold) ? scaled : vec<Acc>{};
+          Acc* const sum = sums + (j - first);
+          if (a.add) store<Acc>(sum, Whole{}, load<Acc>(sum, Whole{}) + dropped);
           else store(out, j, n, dropped);
         });
       }
-      if (a.add) columns<A>(first, last, [&](int64_t j, auto n) { store(total, j, n, load<A>(sums + (j - first), Whole{})); });
+      if (a.add) columns<Acc>(first, last, [&](int64_t j, auto n) { store(total, j, n, load<Acc>(sums + (j - first), Whole{})); });
     }
   }
 }

@@ -3,20 +3,20 @@
 // namespace, liger::cpu::LIGER_ISA: the linker would merge an inline function that two builds share, and the AVX-512 copy could run
 // on a machine without AVX-512.
 //
-//   vec<A>                        lanes<A> values of the compute type A = float or double; + - * / ?: as on scalars
+//   vec<Acc>                        lanes<Acc> values of the compute type Acc = float or double; + - * / ?: as on scalars
 //   bf16, f16, float, double      element types in memory
 //   row<T>(rows, i)               In<T> (Rows) or Out<T> (MutableRows): one row. T = any: the dtype is known at run time only
 //   param<T>(vector)              In<T> of a Vector
-//   load<A>(in, j, n)             elements j, j+1, … as vec<A>;   store(out, j, n, v)  rounds to the element type, once
-//   columns<A>(cols, f)           calls f(j, n) for each vector of a row. n is Whole, or Part at the end: pass it on to load and
+//   load<Acc>(in, j, n)             elements j, j+1, … as vec<Acc>;   store(out, j, n, v)  rounds to the element type, once
+//   columns<Acc>(cols, f)           calls f(j, n) for each vector of a row. n is Whole, or Part at the end: pass it on to load and
 //                                 store. Lanes past the end are loaded as 0 and not stored
-//   sum_columns<A, N>(cols, f)    N sums at once of the terms[N] that f(j, n, terms) computes; fixed order, in groups
-//   max_columns<A>(cols, f)       the largest of all f(j, n); if some are NaN, the largest of only some of the others, or -inf
+//   sum_columns<Acc, N>(cols, f)    N sums at once of the terms[N] that f(j, n, terms) computes; fixed order, in groups
+//   max_columns<Acc>(cols, f)       the largest of all f(j, n); if some are NaN, the largest of only some of the others, or -inf
 //   masked(n, v, other)           v in lanes before the end of the row, `other` in lanes past it
 //   round_to(out, v), round_as<T>(v)   v after a store to `out` (as T) and a load
-//   Math<A>                       exp, tanh, normal_cdf on vec<A>, for math/*.h; and scalar log, exp_scalar, sqrt
-//   dispatch(dtype, f)            calls f(T{}); accumulator_type<T> is the compute type A of T
-//   dispatch_same({dtypes…}, f)   calls f(T{}, A{}), with T = any when the dtypes differ
+//   Math<Acc>                       exp, tanh, normal_cdf on vec<Acc>, for math/*.h; and scalar log, exp_scalar, sqrt
+//   dispatch(dtype, f)            calls f(T{}); accumulator_type<T> is the compute type Acc of T
+//   dispatch_same({dtypes…}, f)   calls f(T{}, Acc{}), with T = any when the dtypes differ
 //   with_param<T>(vector, fill, f)   calls f(In<…>) for a parameter of dtype T or another dtype, or absent (all `fill`)
 //   streams(out, rows, cols)      whether stores to `out` should bypass the caches. Pass it to row<T>(out, i, …), and end the
 //                                 kernel with stream_fence()
@@ -51,7 +51,7 @@ template <class F> LIGER_INLINE decltype(auto) dispatch(Dtype dtype, F&& f) {
   return f(float{});
 }
 
-// Selects code for several arrays at once: one dtype has its specialised code, mixed dtypes share a general version (T = any). A is the
+// Selects code for several arrays at once: one dtype has its specialised code, mixed dtypes share a general version (T = any). Acc is the
 // accumulator of the first dtype in the list.
 template <int N, class F> LIGER_INLINE void dispatch_same(const Dtype (&dtypes)[N], F&& f) {
   const Dtype first = dtypes[0];
@@ -103,20 +103,20 @@ template <class T> LIGER_INLINE Out<T> row(const MutableRows& rows, int64_t i, b
 template <class T> LIGER_INLINE In<T> param(const Vector& v) { return row<T>(Rows{v.data, 0, v.dtype}, 0); }
 template <class T> LIGER_INLINE Out<T> param(const MutableVector& v) { return row<T>(MutableRows{v.data, 0, v.dtype}, 0); }
 
-template <class A, class T, class N> LIGER_INLINE vec<A> load(const T* from, N n) {
-  using V = vector<bits_type<T>, lanes<A>>;
-  if constexpr (std::is_same_v<N, Whole>) return decode<A, T>(load_bytes<V>(from));
+template <class Acc, class T, class N> LIGER_INLINE vec<Acc> load(const T* from, N n) {
+  using V = vector<bits_type<T>, lanes<Acc>>;
+  if constexpr (std::is_same_v<N, Whole>) return decode<Acc, T>(load_bytes<V>(from));
   else {
     V v{};
     __builtin_memcpy(&v, from, static_cast<size_t>(n.n) * sizeof(T));
-    return decode<A, T>(v);
+    return decode<Acc, T>(v);
   }
 }
-template <class A, class T, class N> LIGER_INLINE vec<A> load(const In<T>& in, int64_t j, N n) {
-  if constexpr (std::is_same_v<T, constant>) return splat<A>(A(in.value));
+template <class Acc, class T, class N> LIGER_INLINE vec<Acc> load(const In<T>& in, int64_t j, N n) {
+  if constexpr (std::is_same_v<T, constant>) return splat<Acc>(Acc(in.value));
   else if constexpr (std::is_same_v<T, any>)
-    return dispatch(in.dtype, [&](auto t) { return load<A>(reinterpret_cast<const decltype(t)*>(in.data) + j, n); });
-  else return load<A>(in.data + j, n);
+    return dispatch(in.dtype, [&](auto t) { return load<Acc>(reinterpret_cast<const decltype(t)*>(in.data) + j, n); });
+  else return load<Acc>(in.data + j, n);
 }
 
 // A store that bypasses the caches on x86; `to` must be aligned to the vector's size.
@@ -139,17 +139,18 @@ LIGER_INLINE void stream_fence() {
 #endif
 }
 
-template <class A, class T, class N> LIGER_INLINE void store(T* to, N n, vec<A> v) {
-  const auto bits = encode<A, T>(v);
+template <class Acc, class T, class N> LIGER_INLINE void store(T* to, N n, vec<Acc> v) {
+  const auto bits = encode<Acc, T>(v);
   if constexpr (std::is_same_v<N, Whole>) __builtin_memcpy(to, &bits, sizeof(bits));
   else __builtin_memcpy(to, &bits, static_cast<size_t>(n.n) * sizeof(T));
 }
-template <class A, class T, class N> LIGER_INLINE void store_as(const Out<T>& out, int64_t j, N n, vec<A> v) {
-  if constexpr (std::is_same_v<T, any>) dispatch(out.dtype, [&](auto t) { store<A>(reinterpret_cast<decltype(t)*>(out.data) + j, n, v); });
+template <class Acc, class T, class N> LIGER_INLINE void store_as(const Out<T>& out, int64_t j, N n, vec<Acc> v) {
+  if constexpr (std::is_same_v<T, any>)
+    dispatch(out.dtype, [&](auto t) { store<Acc>(reinterpret_cast<decltype(t)*>(out.data) + j, n, v); });
   else if constexpr (std::is_same_v<N, Whole>) {
-    if (out.stream) stream_bytes(out.data + j, encode<A, T>(v));
-    else store<A>(out.data + j, n, v);
-  } else store<A>(out.data + j, n, v);
+    if (out.stream) stream_bytes(out.data + j, encode<Acc, T>(v));
+    else store<Acc>(out.data + j, n, v);
+  } else store<Acc>(out.data + j, n, v);
 }
 template <class T, class N> LIGER_INLINE void store(const Out<T>& out, int64_t j, N n, vec<float> v) { store_as<float>(out, j, n, v); }
 template <class T, class N> LIGER_INLINE void store(const Out<T>& out, int64_t j, N n, vec<double> v) { store_as<double>(out, j, n, v); }
@@ -166,13 +167,14 @@ template <class T> LIGER_INLINE void prefetch(const In<T>& in, int64_t j) {
 }
 
 // v after a store as T and a load; for T = any, as the dtype at run time.
-template <class T, class A> LIGER_INLINE vec<A> round_as(vec<A> v) {
-  if constexpr (std::is_same_v<T, bf16> && std::is_same_v<A, float>) return bit_cast<vec<A>>(round_upper_half<lanes<A>>(v) & 0xffff0000u);
-  else return decode<A, T>(encode<A, T>(v));
+template <class T, class Acc> LIGER_INLINE vec<Acc> round_as(vec<Acc> v) {
+  if constexpr (std::is_same_v<T, bf16> && std::is_same_v<Acc, float>)
+    return bit_cast<vec<Acc>>(round_upper_half<lanes<Acc>>(v) & 0xffff0000u);
+  else return decode<Acc, T>(encode<Acc, T>(v));
 }
-template <class A, class T> LIGER_INLINE vec<A> round_to(const Out<T>& like, vec<A> v) {
-  if constexpr (std::is_same_v<T, any>) return dispatch(like.dtype, [&](auto t) { return round_as<decltype(t), A>(v); });
-  else return round_as<T, A>(v);
+template <class Acc, class T> LIGER_INLINE vec<Acc> round_to(const Out<T>& like, vec<Acc> v) {
+  if constexpr (std::is_same_v<T, any>) return dispatch(like.dtype, [&](auto t) { return round_as<decltype(t), Acc>(v); });
+  else return round_as<T, Acc>(v);
 }
 
 template <class T, class F> LIGER_INLINE void with_param(const Vector& v, double fill, F&& f) {
@@ -184,16 +186,16 @@ template <class T, class F> LIGER_INLINE void with_param(const Vector& v, double
 
 // ---- loops and reductions -------------------------------------------------------------------------------------------------
 
-template <class A, class F> LIGER_INLINE void columns(int64_t begin, int64_t end, F&& f) {
+template <class Acc, class F> LIGER_INLINE void columns(int64_t begin, int64_t end, F&& f) {
   int64_t j = begin;
-  for (; j + lanes<A> <= end; j += lanes<A>) f(j, Whole{});
+  for (; j + lanes<Acc> <= end; j += lanes<Acc>) f(j, Whole{});
   if (j < end) f(j, Part{int(end - j)});
 }
-template <class A, class F> LIGER_INLINE void columns(int64_t cols, F&& f) { columns<A>(0, cols, f); }
+template <class Acc, class F> LIGER_INLINE void columns(int64_t cols, F&& f) { columns<Acc>(0, cols, f); }
 
-template <class A> LIGER_INLINE vec<A> masked(Whole, vec<A> v, A) { return v; }
-template <class A> LIGER_INLINE vec<A> masked(Part n, vec<A> v, A other) {
-  for (int i = 0; i < lanes<A>; ++i) v[i] = i < n.n ? v[i] : other;
+template <class Acc> LIGER_INLINE vec<Acc> masked(Whole, vec<Acc> v, Acc) { return v; }
+template <class Acc> LIGER_INLINE vec<Acc> masked(Part n, vec<Acc> v, Acc other) {
+  for (int i = 0; i < lanes<Acc>; ++i) v[i] = i < n.n ? v[i] : other;
   return v;
 }
 
@@ -218,12 +220,12 @@ LIGER_INLINE vec<float> greater(vec<float> a, vec<float> b) {
 }
 
 // Combines the lanes of one vector, by halves.
-template <class A, int N, class F> LIGER_INLINE A fold(vector<A, N> v, F combine) {
+template <class Acc, int N, class F> LIGER_INLINE Acc fold(vector<Acc, N> v, F combine) {
   if constexpr (N == 1) return v[0];
   else {
-    vector<A, N / 2> half[2];
+    vector<Acc, N / 2> half[2];
     __builtin_memcpy(half, &v, sizeof(v));
-    return fold<A, N / 2>(combine(half[0], half[1]), combine);
+    return fold<Acc, N / 2>(combine(half[0], half[1]), combine);
   }
 }
 struct Add {
@@ -236,50 +238,50 @@ struct Max {
   }
 };
 
-template <class A, int N> struct Results {
-  A value[N];
-  LIGER_INLINE A operator[](int i) const { return value[i]; }
+template <class Acc, int N> struct Results {
+  Acc value[N];
+  LIGER_INLINE Acc operator[](int i) const { return value[i]; }
 };
 
-// Combines the terms that f(j, n, vec<A> (&terms)[N]) computes; lanes past the end of the row are set to `neutral` here. Four chains hide
+// Combines the terms that f(j, n, vec<Acc> (&terms)[N]) computes; lanes past the end of the row are set to `neutral` here. Four chains hide
 // the latency of an addition. They are folded into the total every 128 vectors, so that rounding errors grow with the number of those
 // groups plus their length, not with the length of the row.
-template <class A, int N, class Combine, class F>
-LIGER_INLINE Results<A, N> reduce_columns(int64_t cols, A neutral, Combine combine, F&& f) {
-  constexpr int64_t chains = 4, step = chains * lanes<A>, group = 32 * step;
-  vec<A> total[N];
-  for (auto& v : total) v = splat<A>(neutral);
+template <class Acc, int N, class Combine, class F>
+LIGER_INLINE Results<Acc, N> reduce_columns(int64_t cols, Acc neutral, Combine combine, F&& f) {
+  constexpr int64_t chains = 4, step = chains * lanes<Acc>, group = 32 * step;
+  vec<Acc> total[N];
+  for (auto& v : total) v = splat<Acc>(neutral);
   int64_t j = 0;
   while (j + step <= cols) {
     const int64_t end = j + group < cols ? j + group : cols;
-    vec<A> chain[chains][N];
-    for (int c = 0; c < chains; ++c) f(j + c * lanes<A>, Whole{}, chain[c]);
+    vec<Acc> chain[chains][N];
+    for (int c = 0; c < chains; ++c) f(j + c * lanes<Acc>, Whole{}, chain[c]);
     for (j += step; j + step <= end; j += step)
       for (int c = 0; c < chains; ++c) {
-        vec<A> terms[N];
-        f(j + c * lanes<A>, Whole{}, terms);
+        vec<Acc> terms[N];
+        f(j + c * lanes<Acc>, Whole{}, terms);
         for (int i = 0; i < N; ++i) chain[c][i] = combine(chain[c][i], terms[i]);
       }
     for (int i = 0; i < N; ++i) total[i] = combine(total[i], combine(combine(chain[0][i], chain[1][i]), combine(chain[2][i], chain[3][i])));
   }
-  columns<A>(j, cols, [&](int64_t at, auto n) {
-    vec<A> terms[N];
+  columns<Acc>(j, cols, [&](int64_t at, auto n) {
+    vec<Acc> terms[N];
     f(at, n, terms);
-    for (int i = 0; i < N; ++i) total[i] = combine(total[i], masked<A>(n, terms[i], neutral));
+    for (int i = 0; i < N; ++i) total[i] = combine(total[i], masked<Acc>(n, terms[i], neutral));
   });
-  Results<A, N> out;
-  for (int i = 0; i < N; ++i) out.value[i] = fold<A, lanes<A>>(total[i], combine);
+  Results<Acc, N> out;
+  for (int i = 0; i < N; ++i) out.value[i] = fold<Acc, lanes<Acc>>(total[i], combine);
   return out;
 }
-template <class A, int N, class F> LIGER_INLINE Results<A, N> sum_columns(int64_t cols, F&& f) {
-  return reduce_columns<A, N>(cols, A(0), Add{}, f);
+template <class Acc, int N, class F> LIGER_INLINE Results<Acc, N> sum_columns(int64_t cols, F&& f) {
+  return reduce_columns<Acc, N>(cols, Acc(0), Add{}, f);
 }
 // f(j, n) returns one vector.
-template <class A, class F> LIGER_INLINE A sum_columns(int64_t cols, F&& f) {
-  return reduce_columns<A, 1>(cols, A(0), Add{}, [&](int64_t j, auto n, vec<A>(&terms)[1]) { terms[0] = f(j, n); })[0];
+template <class Acc, class F> LIGER_INLINE Acc sum_columns(int64_t cols, F&& f) {
+  return reduce_columns<Acc, 1>(cols, Acc(0), Add{}, [&](int64_t j, auto n, vec<Acc>(&terms)[1]) { terms[0] = f(j, n); })[0];
 }
-template <class A, class F> LIGER_INLINE A max_columns(int64_t cols, F&& f) {
-  return reduce_columns<A, 1>(cols, -A(__builtin_inf()), Max{}, [&](int64_t j, auto n, vec<A>(&terms)[1]) { terms[0] = f(j, n); })[0];
+template <class Acc, class F> LIGER_INLINE Acc max_columns(int64_t cols, F&& f) {
+  return reduce_columns<Acc, 1>(cols, -Acc(__builtin_inf()), Max{}, [&](int64_t j, auto n, vec<Acc>(&terms)[1]) { terms[0] = f(j, n); })[0];
 }
 
 }  // namespace liger::cpu::LIGER_ISA

@@ -1,5 +1,5 @@
-// Elementary functions on vec<A>; part of cpu/simd.h, which includes this file. fp32 uses polynomials that were fitted for a small relative
-// error. The largest errors over dense sweeps, in ulp:
+// Elementary functions on vec<Acc>; part of cpu/simd.h, which includes this file. fp32 uses polynomials that were fitted for a small
+// relative error. The largest errors over dense sweeps, in ulp:
 //   exp          1.0 (subnormal results 0.8)
 //   tanh         1.3
 //   normal_cdf   1.4 for x >= 0, 3.1 in [-1, 0], 8.3 in [-3, -1], 12 in [-5, -3]; below -5 it grows with x^2, to about 70 near -12
@@ -25,7 +25,7 @@ LIGER_INLINE vec<float> scale_by_power(vec<float> v, vec<float> shifted) {
 #endif
 }
 
-template <class A> struct Math;
+template <class Acc> struct Math;
 
 template <> struct Math<float> {
   using scalar = float;

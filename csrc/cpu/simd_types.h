@@ -27,8 +27,8 @@ template <class T, int N> struct VectorType {
 };
 template <class T, int N> using vector = typename VectorType<T, N>::type;
 
-template <class A> constexpr int lanes = vector_bytes / int(sizeof(A));
-template <class A> using vec = vector<A, lanes<A>>;
+template <class Acc> constexpr int lanes = vector_bytes / int(sizeof(Acc));
+template <class Acc> using vec = vector<Acc, lanes<Acc>>;
 
 struct bf16 {
   uint16_t bits;
@@ -57,7 +57,7 @@ template <class V> LIGER_INLINE V load_bytes(const void* from) {
   __builtin_memcpy(&v, from, sizeof(V));
   return v;
 }
-template <class A> LIGER_INLINE vec<A> splat(A value) { return vec<A>{} + value; }
+template <class Acc> LIGER_INLINE vec<Acc> splat(Acc value) { return vec<Acc>{} + value; }
 // Returns x, and keeps gcc (12 or newer) from contracting the product that computed x and a later sum or difference into a multiply-add.
 // (clang contracts within one expression only, so it needs no barrier.)
 template <class V> LIGER_INLINE V rounded(V x) {
@@ -150,18 +150,18 @@ template <int N> LIGER_INLINE vector<uint16_t, N> float_to_half(vector<float, N>
   return narrow<N>(bits | ((u >> 16) & 0x8000u));
 }
 
-// Element type T in memory: its bits as a vector, and the conversions from and to A.
+// Element type T in memory: its bits as a vector, and the conversions from and to Acc.
 template <class T> using bits_type = std::conditional_t<sizeof(T) == 2, uint16_t, T>;
-template <class A, class T> LIGER_INLINE vec<A> decode(vector<bits_type<T>, lanes<A>> v) {
-  constexpr int N = lanes<A>;
-  if constexpr (std::is_same_v<T, A>) return v;
-  else if constexpr (std::is_same_v<T, bf16>) return __builtin_convertvector(bf16_to_float<N>(v), vec<A>);
-  else if constexpr (std::is_same_v<T, f16>) return __builtin_convertvector(half_to_float<N>(v), vec<A>);
-  else return __builtin_convertvector(v, vec<A>);
+template <class Acc, class T> LIGER_INLINE vec<Acc> decode(vector<bits_type<T>, lanes<Acc>> v) {
+  constexpr int N = lanes<Acc>;
+  if constexpr (std::is_same_v<T, Acc>) return v;
+  else if constexpr (std::is_same_v<T, bf16>) return __builtin_convertvector(bf16_to_float<N>(v), vec<Acc>);
+  else if constexpr (std::is_same_v<T, f16>) return __builtin_convertvector(half_to_float<N>(v), vec<Acc>);
+  else return __builtin_convertvector(v, vec<Acc>);
 }
-template <class A, class T> LIGER_INLINE vector<bits_type<T>, lanes<A>> encode(vec<A> v) {
-  constexpr int N = lanes<A>;
-  if constexpr (std::is_same_v<T, A>) return v;
+template <class Acc, class T> LIGER_INLINE vector<bits_type<T>, lanes<Acc>> encode(vec<Acc> v) {
+  constexpr int N = lanes<Acc>;
+  if constexpr (std::is_same_v<T, Acc>) return v;
   else if constexpr (std::is_same_v<T, bf16>) return float_to_bf16<N>(__builtin_convertvector(v, vector<float, N>));
   else if constexpr (std::is_same_v<T, f16>) return float_to_half<N>(__builtin_convertvector(v, vector<float, N>));
   else return __builtin_convertvector(v, vector<T, N>);

@@ -21,17 +21,17 @@ struct ForwardArgs {
   RowOutputs out;
 };
 
-// Threads: threads per row (one block per row) as a compile-time constant, which saves instructions before a row's first load. 0: the plan
+// Layout: threads per row (one block per row) as a compile-time constant, which saves instructions before a row's first load. 0: the plan
 // sets the number at run time.
-template <class T, int N, bool Full, int Threads> struct Forward {
+template <class T, int N, bool Full, int Layout> struct Forward {
   using Args = ForwardArgs;
-  static constexpr int max_threads = launch::cross_entropy_forward_kernel.instance(N, launch::none, Threads).max_threads,
-                       min_blocks = Threads > 0 ? 8 : 2;
+  static constexpr int max_threads = launch::cross_entropy_forward_kernel.instance(N, launch::none, Layout).max_threads,
+                       min_blocks = Layout > 0 ? 8 : 2;
 
   static LIGER_DEVICE void run(const Args& args) {
     const LogitRows& a = args.rows;
     let_next_kernel_start();
-    BasicRowGroup<Threads, false> group(a.threads_per_row);
+    BasicRowGroup<Layout, false> group(a.threads_per_row);
     const LogitRow<T, Full> row(a, group.first_row(), group.index == 0, true);
     const RowWalk<T, N> columns(row.valid ? a.vocab : 0, group, row.valid ? unaligned_head<N>(row.data, a.vocab) : 0);
     const bool want_best = Full && args.out.want_best();
@@ -57,7 +57,7 @@ template <class T, int N, bool Full, int Threads> struct Forward {
   }
 };
 
-template <class T, int N, bool Full, bool Tokens> struct Backward {
+template <class T, int N, bool Full, bool LogProbs> struct Backward {
   struct Args {
     Tiles tiles;
     LogitRows rows;
@@ -80,13 +80,13 @@ template <class T, int N, bool Full, bool Tokens> struct Backward {
     const RowTile<N, K> part = tile.part(unaligned_head<N>(logits, a.vocab));
     TileValues<T, N, K> x;
     part.template load<Hint::in_place>(x, logits);  // dlogits may be the same memory
-    const LogitRow<T, Full, Tokens> row(a, args.classes, at, tile.number == 0 && tile.index == 0, false);
-    const bool has_lse = !Tokens || args.lse;
+    const LogitRow<T, Full, LogProbs> row(a, args.classes, at, tile.number == 0 && tile.index == 0, false);
+    const bool has_lse = !LogProbs || args.lse;
     const float lse = has_lse ? args.lse[at] : 0.f, lse_low = has_lse ? args.lse[a.rows + at] : 0.f,
                 token = a.token_scaling ? args.token[at] : 1.f;
     const LossGradients grad = args.grad.data ? LossGradients(a, args.grad, at) : LossGradients(a, args.gradient_scale);
-    RowGradient<T, Tokens> gradient(a, row, lse, lse_low, 1.f, lse, token, grad.ce, grad.z);
-    if (Tokens && args.mix) gradient.take(args.mix + 4 * at, args.gradient_scale, args.stored);
+    RowGradient<T, LogProbs> gradient(a, row, lse, lse_low, 1.f, lse, token, grad.ce, grad.z);
+    if (LogProbs && args.mix) gradient.take(args.mix + 4 * at, args.gradient_scale, args.stored);
     T* const out = opaque(static_cast<T*>(args.dlogits.data) + at * args.dlogits.stride);
     part.for_each(
         [&](const auto& logit, int64_t column) {
@@ -106,7 +106,7 @@ void cross_entropy_forward(const CrossEntropyRows& op, Stream stream) {
   const launch::Launch config = launch::op_launch(device_profile(stream.device), op);
   const ForwardArgs args{logit_rows(op, op.vocab, config.plan, stream), row_outputs(op)};
   with_logits<launch::cross_entropy_forward_kernel>(config, op.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
-    launch<Forward<T, I.vec, Full, I.threads>>(config, args, stream);
+    launch<Forward<T, I.vec, Full, I.row_layout>>(config, args, stream);
   });
 }
 
@@ -115,9 +115,9 @@ void cross_entropy_backward(const CrossEntropyBackward& op, Stream stream) {
   if (op.rows == 0 || op.vocab == 0) return;
   const bool full = launch::is_full(op);
   const launch::Launch config = launch::op_launch(device_profile(stream.device), op);
-  const bool tokens = launch::needs_tokens(op);
-  const auto launch_it = [&]<class T, int N, bool Full, bool Tokens>() {
-    launch<Backward<T, N, Full, Tokens>>(
+  const bool log_probs = launch::needs_log_probs(op);
+  const auto launch_it = [&]<class T, int N, bool Full, bool LogProbs>() {
+    launch<Backward<T, N, Full, LogProbs>>(
         config,
         {Tiles(config), logit_rows(op, op.classes.all, config.plan, stream), static_cast<const float*>(op.lse),
          static_cast<const float*>(op.token), static_cast<const float*>(op.mix), op.grad, float(op.gradient_scale), op.dlogits, op.classes,
@@ -127,8 +127,8 @@ void cross_entropy_backward(const CrossEntropyBackward& op, Stream stream) {
   with_logits<launch::cross_entropy_backward_kernel>(config, op.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
     constexpr bool in_place = Full && I.vec > 1;  // for log-probabilities, whose dlogits overwrites the logits
     if constexpr (in_place)
-      if (tokens) return launch_it.template operator()<T, I.vec, true, true>();
-    require(!tokens, op.op, ": the gradient of log-probabilities requires logits and dlogits of the same alignment");
+      if (log_probs) return launch_it.template operator()<T, I.vec, true, true>();
+    require(!log_probs, op.op, ": the gradient of log-probabilities requires logits and dlogits of the same alignment");
     launch_it.template operator()<T, I.vec, Full, false>();
   });
 }

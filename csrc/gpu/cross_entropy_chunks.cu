@@ -10,7 +10,7 @@ namespace {
 
 using Slots = CrossEntropyStatistics;
 
-template <class T, int N, bool Full, bool Tokens> struct Statistics {
+template <class T, int N, bool Full, bool LogProbs> struct Statistics {
   struct Args {
     LogitRows rows;
     Classes classes;
@@ -22,11 +22,11 @@ template <class T, int N, bool Full, bool Tokens> struct Statistics {
   static LIGER_DEVICE void run(const Args& args) {
     const LogitRows& a = args.rows;
     RowGroup group(a.threads_per_row);
-    const LogitRow<T, Full, Tokens> row(a, args.classes, group.first_row(), group.index == 0, true);
+    const LogitRow<T, Full, LogProbs> row(a, args.classes, group.first_row(), group.index == 0, true);
     const RowWalk<T, N> columns(row.valid ? a.vocab : 0, group, row.valid ? unaligned_head<N>(row.data, a.vocab) : 0);
     const bool want_best = Full && args.best_class != nullptr, weighted = Full && a.class_share != 0 && a.class_weight.data != nullptr;
 
-    RowStatistics<T, Full, Tokens> statistics(row.anchor(a), row.over_temperature(a));
+    RowStatistics<T, Full, LogProbs> statistics(row.anchor(a), row.over_temperature(a));
     float weights[2] = {};
     const auto add = [&](auto& x, int column) {
       statistics.add(a, x, column, want_best);
@@ -49,7 +49,7 @@ template <class T, int N, bool Full, bool Tokens> struct Statistics {
     statistics.merge(group);
     if constexpr (Full) {
       group.sum(weights);
-      if constexpr (Tokens) statistics.merge_moments(group);
+      if constexpr (LogProbs) statistics.merge_moments(group);
     }
     if (group.index != 0 || !row.live) return;
     const auto put = [&](Slots::Slot slot, float value) { args.statistics[slot * a.rows + row.row] = value; };
@@ -60,7 +60,7 @@ template <class T, int N, bool Full, bool Tokens> struct Statistics {
     put(Slots::anchor, statistics.anchor);
     put(Slots::weights, weighted ? weights[0] : float(a.vocab));
     put(Slots::best, statistics.best);
-    if (Tokens && a.moments) {
+    if (LogProbs && a.moments) {
       put(Slots::moment, statistics.moment);
       put(Slots::squares, statistics.squares);
       put(Slots::total, statistics.total);
@@ -130,11 +130,11 @@ void cross_entropy_statistics(const CrossEntropyStatistics& op, Stream stream) {
   with_logits<launch::statistics_kernel>(config, row.logits.dtype, full, [&]<class T, bool Full, Instance I>() {
     LogitRows rows = logit_rows(row, op.classes.all, config.plan, stream);
     rows.moments = op.moments;
-    const auto launch_it = [&]<bool Tokens>() {
-      launch<Statistics<T, I.vec, Full || Tokens, Tokens>>(config, {rows, op.classes, static_cast<float*>(op.statistics), op.best_class},
-                                                           stream);
+    const auto launch_it = [&]<bool LogProbs>() {
+      launch<Statistics<T, I.vec, Full || LogProbs, LogProbs>>(
+          config, {rows, op.classes, static_cast<float*>(op.statistics), op.best_class}, stream);
     };
-    if (Full && launch::needs_tokens(op)) launch_it.template operator()<true>();
+    if (Full && launch::needs_log_probs(op)) launch_it.template operator()<true>();
     else launch_it.template operator()<false>();
   });
 }

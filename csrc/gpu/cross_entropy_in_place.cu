@@ -160,7 +160,7 @@ bool cross_entropy_takes_chunks(const CrossEntropyInChunks& op, Stream stream) {
 void cross_entropy_in_chunks(const CrossEntropyInChunks& op, Stream stream) {
   const launch::Launches launches = launch::op_launches(device_profile(stream.device), op);
   const launch::Launch& config = *launches.begin();
-  if (config.is(launch::in_place_tokens)) return log_probs_in_place(op, config, stream);
+  if (config.is(launch::in_place_log_probs)) return log_probs_in_place(op, config, stream);
   const HeldChunksArgs args = held_chunks_args(op, config, stream);
   dispatch(op.row.logits.dtype, [&](auto tag) {
     using T = decltype(tag);

@@ -27,8 +27,8 @@ struct RowOutputs {
   float *entropy, *mean, *log_sum_sq;
 
   LIGER_DEVICE bool want_best() const { return accuracy != nullptr || predicted != nullptr; }
-  template <class T, bool Full, bool Tokens>
-  LIGER_DEVICE void write(const LogitRow<T, Full, Tokens>& row, float ce_value, float z_value, float lse_high, float lse_low,
+  template <class T, bool Full, bool LogProbs>
+  LIGER_DEVICE void write(const LogitRow<T, Full, LogProbs>& row, float ce_value, float z_value, float lse_high, float lse_low,
                           int64_t best) const {
     if (ce) ce[row.row] = ce_value;
     if (z) z[row.row] = z_value;
@@ -54,8 +54,8 @@ template <class T> LIGER_DEVICE float row_token(const LogitRows& a, float negati
 
 // Computes and stores a row's results except moments; one thread of the row calls it. weighted: sum of w[j] * (x'[j] - x'[target]), for
 // label smoothing; best: the argmax, for predictions; negative_log = lse - x'[target].
-template <class T, bool Full, bool Tokens>
-LIGER_DEVICE void write_losses(const LogitRows& a, const RowOutputs& out, const LogitRow<T, Full, Tokens>& row, float weighted,
+template <class T, bool Full, bool LogProbs>
+LIGER_DEVICE void write_losses(const LogitRows& a, const RowOutputs& out, const LogitRow<T, Full, LogProbs>& row, float weighted,
                                int64_t best, const LogSumExp& lse, float negative_log) {
   if (!row.valid) {
     const float value = row.ignored ? 0.f : not_a_number();

@@ -30,9 +30,9 @@ LIGER_DEVICE void report_bad_target(const TargetReport& report, int64_t row, int
 }
 
 // One row and its target. Rows past the end, ignored rows and rows with a bad target are not valid: no result depends on their logits.
-// Tokens, here and below: with temperatures, a logit_scale, moments or a gradient of the entropy. It is a template argument because the
+// LogProbs, here and below: with temperatures, a logit_scale, moments or a gradient of the entropy. It is a template argument because the
 // instructions and registers for these would slow down every other loss.
-template <class T, bool Full, bool Tokens = false> struct LogitRow {
+template <class T, bool Full, bool LogProbs = false> struct LogitRow {
   int64_t row;
   int target = 0;
   bool live, ignored = false, valid = false;
@@ -76,11 +76,11 @@ template <class T, bool Full, bool Tokens = false> struct LogitRow {
 
   LIGER_DEVICE float target_logit(const LogitRows& a) const {
     float logit[1] = {to_float(raw_logit)};
-    if constexpr (Tokens) transform<T>(a, logit, over_temperature(a));
+    if constexpr (LogProbs) transform<T>(a, logit, over_temperature(a));
     else if (Full && a.softcap != 0) cap<T>(a, logit);
     return logit[0];
   }
-  LIGER_DEVICE float over_temperature(const LogitRows& a) const { return Tokens && live && a.temperature ? 1 / a.temperature[row] : 1.f; }
+  LIGER_DEVICE float over_temperature(const LogitRows& a) const { return LogProbs && live && a.temperature ? 1 / a.temperature[row] : 1.f; }
   // Label smoothing sums logits relative to the target's logit if that is finite, and relative to 0 otherwise.
   LIGER_DEVICE float anchor(const LogitRows& a) const {
     if (!Full || a.class_share == 0) return 0;
@@ -146,7 +146,7 @@ template <class T, int N> struct RowWalk : RowParts<N> {
 // NaN and +inf reach the sum as NaN. `rounded_off` collects the rounding errors of an fp32 row's additions, and is seldom added to the sum.
 // Full: also the sum of w[j] * (x'[j] - anchor), where the anchor keeps sums of large logits from overflowing, and the first of the largest
 // logits (or the first NaN, as torch.argmax). Before merge() the sum lacks Exp's correction() for its base.
-template <class T, bool Full, bool Tokens = false> struct RowStatistics : Exponentials {
+template <class T, bool Full, bool LogProbs = false> struct RowStatistics : Exponentials {
   static constexpr float slack = sizeof(T) == 2 ? 16 : 2;
   float rounded_off = 0, weighted = 0, best = minus_infinity();
   float moment = 0, squares = 0, total = 0;  // sums of exp(x' - max) * (x' - max), exp(x' - max)^2 and x'
@@ -162,7 +162,7 @@ template <class T, bool Full, bool Tokens = false> struct RowStatistics : Expone
         const float found = largest_element(x);
         if (found > best || (earlier && found == best)) take_best(x, column, [&](float value) { return value == found; });
       }
-      if constexpr (Tokens) transform<T>(a, x, over_temperature);
+      if constexpr (LogProbs) transform<T>(a, x, over_temperature);
       else if (a.softcap != 0) cap<T>(a, x);
       if (a.class_share != 0) {
         float w[N];
@@ -180,11 +180,11 @@ template <class T, bool Full, bool Tokens = false> struct RowStatistics : Expone
       const float distance = max - top;
       max = top;
       sum *= 1 / Exp<T>(top).correction(top);
-      if constexpr (Tokens) move_moments(distance, before != 0 ? sum / before : 0.f, before);
+      if constexpr (LogProbs) move_moments(distance, before != 0 ? sum / before : 0.f, before);
     }
     const Exp<T> exp(base());
     float part = 0;
-    if (Tokens && a.moments) {
+    if (LogProbs && a.moments) {
       add_moments(exp, x, part);
     } else {
 #pragma unroll
@@ -231,7 +231,7 @@ template <class T, bool Full, bool Tokens = false> struct RowStatistics : Expone
   template <class Group> LIGER_DEVICE void merge(Group& group) {
     const float correction = Exp<T>(base()).correction(base());
     sum = (sum + rounded_off) * correction;
-    if constexpr (Tokens) moment *= correction, squares *= correction * correction;
+    if constexpr (LogProbs) moment *= correction, squares *= correction * correction;
     if constexpr (Full) {
       float tops[2] = {max, best};
       group.reduce(tops, [](float (&a)[2], const float (&b)[2]) {
@@ -241,7 +241,7 @@ template <class T, bool Full, bool Tokens = false> struct RowStatistics : Expone
       group.reduce(columns, [](float (&a)[2], const float (&b)[2]) { a[0] = bit_cast<int>(a[0]) < bit_cast<int>(b[0]) ? a[0] : b[0]; });
       best_column = bit_cast<int>(columns[0]);
       best = tops[1];
-      if constexpr (Tokens) move_moments(max - tops[0], exp_as<T>(max == tops[0] ? 0 : max - tops[0]), sum);
+      if constexpr (LogProbs) move_moments(max - tops[0], exp_as<T>(max == tops[0] ? 0 : max - tops[0]), sum);
       rescale<T>(tops[0]);
       float sums[2] = {sum, weighted};
       group.sum(sums);
@@ -307,17 +307,17 @@ struct LossGradients {
 };
 
 // A row's gradient: dx[j] = (scale * exp(x'[j] - base) - hard * [j == target] - soft * w[j]) * dx'[j] / dx[j].
-template <class T, bool Tokens = false> struct RowGradient {
+template <class T, bool LogProbs = false> struct RowGradient {
   Exp<T> exp;  // exp(x' - base)
   float scale, hard, soft, over_temperature, inverse_cap, entropy = 0, lse, inverse_stored_factor = 0;
 
   // token: the factor of token scaling; ce and z: the upstream gradients of the row's two losses; over_sum = p / exp(x' - base); low: the
   // rounding error of the base.
   template <bool Full>
-  LIGER_DEVICE RowGradient(const LogitRows& a, const LogitRow<T, Full, Tokens>& row, float base, float low, float over_sum, float lse,
+  LIGER_DEVICE RowGradient(const LogitRows& a, const LogitRow<T, Full, LogProbs>& row, float base, float low, float over_sum, float lse,
                            float token, float ce, float z)
       : exp(base, low), over_temperature(row.over_temperature(a)), lse(lse) {
-    inverse_cap = Tokens && a.scales() ? 1 / (a.softcap * over_temperature) : a.inverse_softcap;
+    inverse_cap = LogProbs && a.scales() ? 1 / (a.softcap * over_temperature) : a.inverse_softcap;
     hard = token * ce * a.hard_share * row.target_weight;
     soft = token * ce * a.class_share;
     scale = hard;
@@ -337,7 +337,7 @@ template <class T, bool Tokens = false> struct RowGradient {
   template <bool Full, int N> LIGER_DEVICE Packed<T, N> compute(const LogitRows& a, const Packed<T, N>& raw, int column, int target) const {
     float x[N], g[N];
     widen(x, raw);
-    if constexpr (Tokens) {
+    if constexpr (LogProbs) {
       if (inverse_stored_factor != 0) return from_stored(x, column, target);
       transform<T>(a, x, over_temperature);
     } else if (Full && a.softcap != 0) {
@@ -345,7 +345,7 @@ template <class T, bool Tokens = false> struct RowGradient {
     }
 #pragma unroll
     for (int j = 0; j < N; ++j) g[j] = scale * exp(x[j]);
-    if constexpr (Tokens)
+    if constexpr (LogProbs)
       if (entropy != 0) {
 #pragma unroll
         for (int j = 0; j < N; ++j)

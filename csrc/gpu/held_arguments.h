@@ -1,5 +1,5 @@
 // Arguments of the kernels that overwrite rows of logits by their gradient: for losses (cross_entropy_in_place.cu), and for
-// log-probabilities (cross_entropy_tokens.cu).
+// log-probabilities (cross_entropy_log_probs.cu).
 #pragma once
 #include "gpu/cross_entropy_launch.h"
 #include "gpu/held_statistics.h"
@@ -41,7 +41,7 @@ inline InPlaceArgs in_place_args(const CrossEntropyRows& row, int64_t vocab, dou
 }
 inline float min_valid_targets(int64_t batch_rows) { return float(batch_rows) * 15 / 16; }
 
-// Arguments for rows in several matrices. config: the launch of InPlaceHeld or of InPlaceTokens.
+// Arguments for rows in several matrices. config: the launch of InPlaceHeld or of InPlaceLogProbs.
 inline HeldChunksArgs held_chunks_args(const CrossEntropyInChunks& op, const launch::Launch& config, Stream stream) {
   const CrossEntropyRows& row = op.row;
   HeldChunksArgs args{{in_place_args(row, op.classes, op.gradient_scale, config, stream), min_valid_targets(op.batch_rows)},
@@ -58,7 +58,7 @@ inline HeldChunksArgs held_chunks_args(const CrossEntropyInChunks& op, const lau
   return args;
 }
 
-// Launches InPlaceTokens (cross_entropy_tokens.cu).
+// Launches InPlaceLogProbs (cross_entropy_log_probs.cu).
 void log_probs_in_place(const CrossEntropyInChunks& op, const launch::Launch& config, Stream stream);
 
 }  // namespace liger::gpu

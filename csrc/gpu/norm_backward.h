@@ -86,14 +86,14 @@ template <int VEC, int K, bool Centered> struct NormBackwardSums {
   }
 };
 
-// K: vectors per thread. Threads: threads of a row in a block, or launch::whole_warps; 0: the plan sets it. Residual: dsum is present.
-template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> struct NormBackwardRegisters {
+// K: vectors per thread. Layout: threads of a row in a block, or launch::whole_warps; 0: the plan sets it. Residual: dsum is present.
+template <class T, int VEC, int K, int Layout, bool Centered, bool Residual> struct NormBackwardRegisters {
   using Args = NormBackwardArgs;
-  static constexpr bool in_warps = Threads == launch::whole_warps;
+  static constexpr bool in_warps = Layout == launch::whole_warps;
   // Whether a row's dz is computed behind the sums of the next row, so that the exchange between a row's warps takes place meanwhile.
-  static constexpr bool overlaps_rows = Threads == launch::overlapped_rows;
-  static constexpr int block_row = overlaps_rows ? 512 : in_warps ? 0 : Threads;  // threads of a row in a block; 0: set by the plan
-  static constexpr int max_threads = launch::norm_backward_registers.instance(VEC, K, Threads).max_threads;
+  static constexpr bool overlaps_rows = Layout == launch::overlapped_rows;
+  static constexpr int block_row = overlaps_rows ? 512 : in_warps ? 0 : Layout;  // threads of a row in a block; 0: set by the plan
+  static constexpr int max_threads = launch::norm_backward_registers.instance(VEC, K, Layout).max_threads;
   static constexpr int min_blocks = 1;  // a thread may have as many registers as there are
   // Four vectors and their sums take almost all registers.
   static constexpr bool has_few_registers = VEC > 1 && K == 4;
@@ -110,7 +110,7 @@ template <class T, int VEC, int K, int Threads, bool Centered, bool Residual> st
 
  private:
   enum { dy, z, dsum, inputs = Residual ? 3 : 2 };
-  using Group = std::conditional_t<in_warps, RowWarps<false>, BasicRowGroup<block_row, true, Threads == 0>>;
+  using Group = std::conditional_t<in_warps, RowWarps<false>, BasicRowGroup<block_row, true, Layout == 0>>;
   using Tile = Columns<VEC, K>;
   using Sums = NormBackwardSums<VEC, K, Centered>;
   using Inputs = Packed<T, VEC>[inputs][K];

@@ -52,14 +52,14 @@ template <bool Centered> void norm_backward(const NormBackward<Centered>& op, St
                                                    [&]<Instance I>() { launch<NormBackwardTiles<I.vec, Centered>>(config, a, stream); });
       else if (config.is(launch::norm_backward_few))
         with_instance<launch::norm_backward_few, fits<T>>(
-            config, [&]<Instance I>() { launch<NormBackwardFew<T, I.vec, I.k, I.threads, Centered>>(config, a, stream); });
+            config, [&]<Instance I>() { launch<NormBackwardFew<T, I.vec, I.k, I.row_layout, Centered>>(config, a, stream); });
       else if (config.is(launch::norm_backward_rows))
         with_instance<launch::norm_backward_rows, fits<T>>(
             config, [&]<Instance I>() { launch<NormBackwardRows<T, I.vec, I.k, Centered>>(config, a, stream); });
       else
         with_instance<launch::norm_backward_registers, fits<T>>(config, [&]<Instance I>() {
-          if (a.dsum.data == nullptr) launch<NormBackwardRegisters<T, I.vec, I.k, I.threads, Centered, false>>(config, a, stream);
-          else if constexpr (!Centered) launch<NormBackwardRegisters<T, I.vec, I.k, I.threads, false, true>>(config, a, stream);
+          if (a.dsum.data == nullptr) launch<NormBackwardRegisters<T, I.vec, I.k, I.row_layout, Centered, false>>(config, a, stream);
+          else if constexpr (!Centered) launch<NormBackwardRegisters<T, I.vec, I.k, I.row_layout, false, true>>(config, a, stream);
         });
     });
   }

@@ -224,16 +224,16 @@ template <class T, int VEC, int K, NormForwardKind Kind, bool WithRow>
 using NormParameters =
     std::conditional_t<Kind.same_dtype, TypedParameters<T, VEC, K, Kind.centered, WithRow>, AnyParameters<VEC, Kind.centered>>;
 
-// Threads: the most threads of a block, which is launch::cluster_block for rows of a cluster. Or launch::whole_warps: one row per block, of
+// Layout: the most threads of a block, which is launch::cluster_block for rows of a cluster. Or launch::whole_warps: one row per block, of
 // any number of warps. Or launch::forward_lanes: rows of that many threads.
-template <class T, int VEC, int K, int Threads, NormForwardKind Kind> struct NormForwardRegisters {
-  static constexpr bool Centered = Kind.centered, in_warps = Threads == launch::whole_warps, in_lanes = Threads == launch::forward_lanes,
-                        clusters = Threads == launch::cluster_block;
+template <class T, int VEC, int K, int Layout, NormForwardKind Kind> struct NormForwardRegisters {
+  static constexpr bool Centered = Kind.centered, in_warps = Layout == launch::whole_warps, in_lanes = Layout == launch::forward_lanes,
+                        clusters = Layout == launch::cluster_block;
   using Args = NormForwardArgs;
   using Tile = NormTile<T, VEC, K, Kind>;
   using Parameters = NormParameters<T, VEC, K, Kind, (K <= 4 || (clusters && !Centered))>;
-  using Group = std::conditional_t<in_warps, RowWarps<true>, BasicRowGroup<in_lanes ? Threads : 0, clusters>>;
-  static constexpr int max_threads = launch::norm_forward_registers.instance(VEC, K, Threads).max_threads,
+  using Group = std::conditional_t<in_warps, RowWarps<true>, BasicRowGroup<in_lanes ? Layout : 0, clusters>>;
+  static constexpr int max_threads = launch::norm_forward_registers.instance(VEC, K, Layout).max_threads,
                        min_blocks = in_warps   ? launch::forward_warps_blocks(Kind)
                                     : in_lanes ? launch::forward_lanes_blocks
                                     : clusters ? launch::cluster_blocks(Kind)
@@ -364,7 +364,7 @@ template <bool Centered> void norm_forward(const NormForward<Centered>& op, Stre
               config, [&]<Instance I>() { launch<NormForwardTwoPass<T, I.vec, Kind>>(config, a, stream); });
         else
           with_instance<launch::norm_forward_registers, fitting>(
-              config, [&]<Instance I>() { launch<NormForwardRegisters<T, I.vec, I.k, I.threads, Kind>>(config, a, stream); });
+              config, [&]<Instance I>() { launch<NormForwardRegisters<T, I.vec, I.k, I.row_layout, Kind>>(config, a, stream); });
       };
       // LayerNorm has no residual. Kernels for parameters of any dtype decide at run time whether there is a residual.
       if (!kind.same_dtype) launch_kind.template operator()<NormForwardKind{Centered, !Centered, false}>();

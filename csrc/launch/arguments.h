@@ -14,12 +14,12 @@ inline bool is_log_probs(const CrossEntropyOptions& o) { return !costly_options(
 // Returns whether a call needs the full kernel instance, for options that cost registers.
 inline bool is_full(const CrossEntropyRows& op) { return costly_options(op.options) || op.accuracy || op.predicted; }
 // Returns whether a call needs the instance for log-probabilities, which is also a full one.
-inline bool needs_tokens(const CrossEntropyBackward& op) { return op.mix || op.temperature || op.options.logit_scale != 1; }
-inline bool needs_tokens(const CrossEntropyStatistics& op) { return op.moments || op.row.transforms(); }
-inline bool is_full(const CrossEntropyBackward& op) { return costly_options(op.options) || needs_tokens(op); }
-inline bool is_full(const CrossEntropyStatistics& op) { return costly_options(op.row.options) || op.best_class || needs_tokens(op); }
+inline bool needs_log_probs(const CrossEntropyBackward& op) { return op.mix || op.temperature || op.options.logit_scale != 1; }
+inline bool needs_log_probs(const CrossEntropyStatistics& op) { return op.moments || op.row.transforms(); }
+inline bool is_full(const CrossEntropyBackward& op) { return costly_options(op.options) || needs_log_probs(op); }
+inline bool is_full(const CrossEntropyStatistics& op) { return costly_options(op.row.options) || op.best_class || needs_log_probs(op); }
 inline bool is_plain(const CrossEntropyRows& row) { return !is_full(row) && !row.options.token_scaling; }
-inline bool needs_tokens(const CrossEntropyRows& row) { return row.moments() || row.transforms(); }
+inline bool needs_log_probs(const CrossEntropyRows& row) { return row.moments() || row.transforms(); }
 
 // vectors: true if accesses may have 16 bytes.
 template <class Op> LogitsShape logits_shape(const Op& op, bool vectors, bool full) {
@@ -42,13 +42,13 @@ inline Launch op_launch(const DeviceProfile& device, const CrossEntropyInPlace& 
 // One launch, or none if the kernels cannot hold the rows.
 inline Launches op_launches(const DeviceProfile& device, const CrossEntropyInChunks& op, const Knobs* knobs = nullptr) {
   const CrossEntropyRows& row = op.row;
-  const bool tokens = needs_tokens(row), predicts = row.accuracy || row.predicted;
-  // InPlaceTokens has no options of a loss. Its predictions are among the chunks' classes, so it cannot predict if there are others.
-  const bool taken = tokens ? is_log_probs(row.options) && !row.class_weight.data && !(predicts && op.others) : is_plain(row);
+  const bool log_probs = needs_log_probs(row), predicts = row.accuracy || row.predicted;
+  // InPlaceLogProbs has no options of a loss. Its predictions are among the chunks' classes, so it cannot predict if there are others.
+  const bool taken = log_probs ? is_log_probs(row.options) && !row.class_weight.data && !(predicts && op.others) : is_plain(row);
   if (!taken) return {};
   bool vectors = true;
   for (int i = 0; i < op.count; ++i) vectors &= aligned(op.chunks[i].logits, 0);
-  const auto launch = cross_entropy_in_chunks(device, logits_shape(row, vectors, tokens), tokens, op.count, knobs);
+  const auto launch = cross_entropy_in_chunks(device, logits_shape(row, vectors, log_probs), log_probs, op.count, knobs);
   return launch ? Launches{*launch} : Launches();
 }
 inline Launch op_launch(const DeviceProfile& device, const CrossEntropyStatistics& op) {

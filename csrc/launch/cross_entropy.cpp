@@ -87,11 +87,11 @@ Launch cross_entropy_in_place(const DeviceProfile& device, const LogitsShape& sh
   return {&in_place_kernel, in_place_kernel.instance(shape.vec), shape.rows, shape.vocab, plan_rows(device, shape, true, knobs), in_place};
 }
 
-std::optional<Launch> cross_entropy_in_chunks(const DeviceProfile& device, const LogitsShape& shape, bool tokens, int chunks,
+std::optional<Launch> cross_entropy_in_chunks(const DeviceProfile& device, const LogitsShape& shape, bool log_probs, int chunks,
                                               const Knobs* passed_knobs) {
   if (shape.element_bytes != 2 || chunks > most_vocabulary_chunks) return std::nullopt;
   const Knobs knobs = in_place_knobs(device, shape, passed_knobs);
-  return tokens ? held(device, shape, held_with_tokens, knobs, in_place_tokens) : held(device, shape, held_with_chunks, knobs);
+  return log_probs ? held(device, shape, held_with_log_probs, knobs, in_place_log_probs) : held(device, shape, held_with_chunks, knobs);
 }
 
 Launch cross_entropy_statistics(const DeviceProfile& device, const LogitsShape& shape) {

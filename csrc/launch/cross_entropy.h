@@ -21,33 +21,33 @@ struct LogitsShape {
   bool full = false;  // the call has options that cost instructions per element
 };
 // Returns whether this instance is compiled for calls with these options (full), or for calls without them.
-constexpr bool compiled_for_options(bool full, const Instance& instance) { return full ? instance.threads <= 0 : instance.vec > 1; }
+constexpr bool compiled_for_options(bool full, const Instance& instance) { return full ? instance.row_layout <= 0 : instance.vec > 1; }
 
 // threads: the threads of a row, which has its block to itself, as a compile-time constant; 0: the number is a run-time argument.
 // after_counts: the kernel before this one is the one that counts targets, so that this one may start while that one runs.
-inline constexpr Kernel cross_entropy_forward_kernel("Forward", Instance{logits_threads, wide, none, 0},
+inline constexpr Kernel cross_entropy_forward_kernel("Forward", Instance{logits_threads, wide, none, any_threads},
                                                      Instance{logits_row_threads, wide, none, logits_row_threads});
 Launch cross_entropy_forward(const DeviceProfile&, const LogitsShape&, bool after_counts, const Knobs* = nullptr);
 
 inline constexpr Kernel cross_entropy_backward_kernel("Backward", Instance{independent_threads, 1}, Instance{independent_threads, wide});
 Launch cross_entropy_backward(const DeviceProfile&, const LogitsShape&, const Knobs* = nullptr);
 
-// The fused loss's kernels, which need each row twice. InPlaceHeld and InPlaceTokens (for log-probabilities) process most aligned rows that
-// a block or a cluster of blocks holds; InPlace processes other rows that lie in one matrix, except for log-probabilities. The constants
-// are the numbers of vectors that a thread holds in registers; its other vectors are in shared memory (plan.slots). Registers hold fewer
-// vectors for three kinds of rows: rows that lie in several matrices (chunks of the vocabulary), rows of log-probabilities (tokens), and
+// The fused loss's kernels, which need each row twice. InPlaceHeld and InPlaceLogProbs (for log-probabilities) process most aligned rows
+// that a block or a cluster of blocks holds; InPlace processes other rows that lie in one matrix, except for log-probabilities. The
+// constants are the numbers of vectors that a thread holds in registers; its other vectors are in shared memory (plan.slots). Registers
+// hold fewer vectors for three kinds of rows: rows that lie in several matrices (chunks of the vocabulary), rows of log-probabilities, and
 // rows of a loss with options that cost registers (not `plain`). The kernels hold these kinds only if the logits have 16 bits, and the last
 // two kinds only on devices with clusters.
-constexpr int held_in_registers = 8, held_with_chunks = 7, held_with_tokens = 5, held_with_options = 4;
+constexpr int held_in_registers = 8, held_with_chunks = 7, held_with_log_probs = 5, held_with_options = 4;
 inline constexpr Kernel in_place_held("InPlaceHeld", Instance{row_threads, wide, held_in_registers},
                                       Instance{row_threads, 8, held_with_chunks}, Instance{row_threads, 8, held_with_options, none, true});
-inline constexpr Kernel in_place_tokens("InPlaceTokens", Instance{row_threads, 8, held_with_tokens, none, true});
+inline constexpr Kernel in_place_log_probs("InPlaceLogProbs", Instance{row_threads, 8, held_with_log_probs, none, true});
 inline constexpr Kernel in_place_kernel("InPlace", Instance{row_threads, 1}, Instance{row_threads, wide});
 Launch cross_entropy_in_place(const DeviceProfile&, const LogitsShape&, bool plain, const Knobs* = nullptr);
-// The launch of InPlaceHeld, or for log-probabilities (tokens) of InPlaceTokens, for 16-bit rows that lie in `chunks` matrices, one for
+// The launch of InPlaceHeld, or for log-probabilities of InPlaceLogProbs, for 16-bit rows that lie in `chunks` matrices, one for
 // each chunk of the vocabulary. Returns nothing if neither kernel can hold the rows.
 inline constexpr int most_vocabulary_chunks = 16;
-std::optional<Launch> cross_entropy_in_chunks(const DeviceProfile&, const LogitsShape&, bool tokens, int chunks, const Knobs* = nullptr);
+std::optional<Launch> cross_entropy_in_chunks(const DeviceProfile&, const LogitsShape&, bool log_probs, int chunks, const Knobs* = nullptr);
 
 // The statistics of one chunk of the vocabulary, and the merge of all chunks, which has a thread for each row.
 inline constexpr Kernel statistics_kernel("Statistics", Instance{logits_threads, wide});

@@ -23,7 +23,7 @@ std::span<const Kernel* const> kernels() {
                                           &cross_entropy_forward_kernel,
                                           &cross_entropy_backward_kernel,
                                           &in_place_held,
-                                          &in_place_tokens,
+                                          &in_place_log_probs,
                                           &in_place_kernel,
                                           &statistics_kernel,
                                           &merge_kernel,

@@ -33,14 +33,21 @@ constexpr int reduction_bytes(int values, int cluster = 1) { return 2 * 8 + 2 * 
 // with eight vectors each would hold rows of up to 4,096 vectors, but is slower.
 constexpr int cluster_min_vectors = 512 * 8 / 4 * 3;
 
-// A kernel instance: its launch bound, and the integer arguments of its template. These are vec, k and threads, in this order; `none` marks
-// an argument that the template does not have.
+// How threads share a row, as a template argument: one of these, or the number of threads of a row, if it is a compile-time constant.
+enum RowLayout : int {
+  any_threads,  // the plan sets the number
+  whole_warps,  // the plan sets the number of whole warps
+  overlapped_rows,  // 512 threads, which add up the next row before they store the last one
+};
+
+// A kernel instance: its launch bound, and the integer arguments of its template. These are vec, k and the row layout, in this order;
+// `none` marks an argument that the template does not have.
 constexpr int none = -1, wide = -2;
 struct Instance {
   int max_threads = 0;  // launch bound, from which the compiler derives how many registers a thread may have
   int vec = none;  // elements per access. `wide` is 16 bytes: the table then holds two instances, one of 4 elements and one of 8
   int k = none;  // vectors per thread
-  int threads = none;  // threads per row, where the number is a compile-time constant
+  int row_layout = none;  // a RowLayout, or a number of threads; NormBackwardFew: the lanes that share a row of a tile of columns
   bool ahead = false;  // true: compiled only where devices may have clusters (may_have_clusters in csrc/gpu), so not for HIP
   bool operator==(const Instance&) const = default;
 };
@@ -59,9 +66,9 @@ struct Kernel {
   }
   // Returns the instance that has these arguments. If there is none, throws std::logic_error; in a constant expression, this is a compile
   // error.
-  constexpr const Instance& instance(int vec = none, int k = none, int threads = none) const {
+  constexpr const Instance& instance(int vec = none, int k = none, int row_layout = none) const {
     for (const Instance& entry : instances)
-      if (entry.max_threads > 0 && entry.vec == vec && entry.k == k && entry.threads == threads) return entry;
+      if (entry.max_threads > 0 && entry.vec == vec && entry.k == k && entry.row_layout == row_layout) return entry;
     throw std::logic_error("a launch is planned for an instance that its kernel does not have");
   }
 };

@@ -168,7 +168,7 @@ Launches backward(const DeviceProfile& device, int64_t rows, int64_t cols, int v
       const bool wide_tiles = plan.k == 2 && few_tiles(cols, narrow) > device.multiprocessors;
       const Instance& chosen = wide_tiles ? norm_backward_few.instance(vec, plan.k, 8) : narrow;
       plan.smem =
-          std::max(reduction_bytes(2), plan.block / device.warp * chosen.threads * vec * (kind.centered ? 2 : 1) * int(sizeof(float)));
+          std::max(reduction_bytes(2), plan.block / device.warp * chosen.row_layout * vec * (kind.centered ? 2 : 1) * int(sizeof(float)));
       plan.grid += few_tiles(cols, chosen);
       check_threads(device, plan);
       return {launch(norm_backward_few, chosen, plan, backward_tunable(kind))};

@@ -10,8 +10,6 @@ namespace liger::launch {
 // buffer a row takes two floats per warp, rounded up to eight: 64 floats for a block of 512 threads with eight rows of two warps.
 constexpr int row_warps_floats = 2 * 64;
 
-constexpr int whole_warps = 1;  // as an instance's `threads`: a row has any number of whole warps
-
 // The forward.
 struct NormForwardKind {
   bool centered;    // LayerNorm, which has a mean; else RMSNorm or add+RMSNorm
@@ -33,7 +31,7 @@ constexpr int forward_warps_blocks(NormForwardKind kind) { return kind.residual 
 // 40 registers are enough for a thread, so that a multiprocessor holds three blocks of 512 threads.
 constexpr int forward_lanes = 8, forward_lanes_k = 2, forward_lanes_bound = 512, forward_lanes_blocks = 3;
 
-// threads: the launch bound, which for clusters is cluster_block; or whole_warps, or forward_lanes.
+// Row layouts: the launch bound, which for clusters is cluster_block; or whole_warps, or forward_lanes.
 inline constexpr Kernel norm_forward_registers("NormForwardRegisters", Instance{row_threads, 1, 4, row_threads},
                                                Instance{row_threads, wide, 1, row_threads}, Instance{row_threads, wide, 2, row_threads},
                                                Instance{row_threads, wide, 4, row_threads}, Instance{row_threads, wide, 8, row_threads},
@@ -43,8 +41,8 @@ inline constexpr Kernel norm_forward_registers("NormForwardRegisters", Instance{
 inline constexpr Kernel norm_forward_two_pass("NormForwardTwoPass", Instance{row_threads, 1}, Instance{row_threads, wide});
 // Returns whether this instance is compiled for this kind.
 constexpr bool norm_forward_has(NormForwardKind kind, const Instance& instance) {
-  if (instance.threads == whole_warps) return !kind.centered && kind.same_dtype;
-  if (instance.threads == forward_lanes) return !kind.centered && !kind.residual && kind.same_dtype;
+  if (instance.row_layout == whole_warps) return !kind.centered && kind.same_dtype;
+  if (instance.row_layout == forward_lanes) return !kind.centered && !kind.residual && kind.same_dtype;
   return instance.vec > 1 || !kind.same_dtype;
 }
 
@@ -56,19 +54,17 @@ template <bool Centered> Launches op_launches(const DeviceProfile&, const NormFo
 // cluster, writes one partial row.
 LaunchPlan plan_norm_backward(const DeviceProfile&, int64_t rows, int64_t cols, int vec, bool centered, const Knobs& = {});
 inline constexpr Kernel norm_backward_rows("NormBackwardRows", Instance{512, wide, 2}, Instance{512, wide, 4});
-// threads: the threads that read a row of a tile of columns, one vector each. Four threads read 64 bytes, two sectors; with eight there are
-// half as many tiles.
+// The threads that read a row of a tile of columns, one vector each, stand in the place of the row layout. Four threads read 64 bytes, two
+// sectors; with eight there are half as many tiles.
 inline constexpr Kernel norm_backward_few("NormBackwardFew", Instance{512, wide, 2, 4}, Instance{512, wide, 2, 8},
                                           Instance{512, wide, 4, 4});
-constexpr int64_t few_tiles(int64_t cols, const Instance& instance) { return ceil_div(cols, instance.threads * instance.vec); }
-// threads: the threads of a row in a block, as a template argument. 0: a part of a warp, or rows of single elements; whole_warps: any
-// number of warps; 512: a block of a cluster, or a row of 512 threads in one block; overlapped_rows: the same, for a kernel that computes
-// dz of a row behind the sums of the next row.
-constexpr int overlapped_rows = 2;
-inline constexpr Kernel norm_backward_registers("NormBackwardRegisters", Instance{512, 1, 4, 0}, Instance{512, wide, 2, 0},
-                                                Instance{512, wide, 2, whole_warps}, Instance{512, wide, 3, whole_warps, true},
-                                                Instance{512, wide, 2, 512}, Instance{512, wide, 4, 512},
-                                                Instance{512, wide, 2, overlapped_rows, true});
+constexpr int64_t few_tiles(int64_t cols, const Instance& instance) { return ceil_div(cols, instance.row_layout * instance.vec); }
+// any_threads: a part of a warp, or rows of single elements; 512: a block of a cluster, or a row of 512 threads in one block.
+// overlapped_rows: the same, for a kernel that computes dz of a row behind the sums of the next row.
+inline constexpr Kernel norm_backward_registers("NormBackwardRegisters", Instance{512, 1, 4, any_threads},
+                                                Instance{512, wide, 2, any_threads}, Instance{512, wide, 2, whole_warps},
+                                                Instance{512, wide, 3, whole_warps, true}, Instance{512, wide, 2, 512},
+                                                Instance{512, wide, 4, 512}, Instance{512, wide, 2, overlapped_rows, true});
 // Returns whether this instance reads each row twice from its pipeline stage in shared memory, where asynchronous copies fetch the rows.
 // LayerNorm's two sums for each of a thread's 32 columns leave too few registers to hold the row.
 constexpr bool norm_backward_reads_twice(bool centered, int vec, int k) { return centered && vec == 8 && k == 4; }

@@ -17,7 +17,7 @@ inline void copy_values(const Head& head, int64_t values, int64_t rows, const vo
 // Further tensors, each for all rows and each optional. Of log-probabilities: the temperatures, and `mix`, the gradient of the entropy
 // (CrossEntropyBackward::mix). gradient_state: memory in which the forward saves log-sum-exps for the backward. moments: true if the
 // statistics include moments, even if no result that needs them is requested.
-struct Tokens {
+struct LogProbs {
   OptionalTensor temperature, mix, gradient_state;
   bool moments = false;
 };
@@ -28,13 +28,13 @@ class CrossEntropyLoss {
 
   // class_weight: of the whole vocabulary.
   CrossEntropyLoss(const Head& head, const CrossEntropyOptions& options, const Tensor& target, const OptionalTensor& class_weight,
-                   std::optional<Classes> shard = {}, const Tokens& tokens = {})
+                   std::optional<Classes> shard = {}, const LogProbs& log_probs = {})
       : options(options),
         target(contiguous(head.scope, target)),
         class_weight(contiguous(head.scope, class_weight)),
         gradient_scale(head.compute == Dtype::f16 ? 64.0 : 1.0),
         head_(head),
-        tokens_(tokens),
+        log_probs_(log_probs),
         shard_(shard.value_or(Classes{0, head.vocab})) {}
 
   // The functions below overwrite logits by gradients without scale. The caller multiplies them by *scale() / gradient_scale and by
@@ -68,8 +68,8 @@ class CrossEntropyLoss {
     if (results) results->point(args, rows.first);
     CrossEntropyInChunks op{args, head_.vocab, others, gradient_scale, head_.rows, chunks.data(), int(chunks.size())};
     if (!cross_entropy_takes_chunks(op, head_.scope)) return false;
-    const bool all_rows_saved = gradient_state || !tokens_.gradient_state || rows.count == head_.rows;
-    const OptionalTensor& lse = gradient_state ? gradient_state : tokens_.gradient_state;
+    const bool all_rows_saved = gradient_state || !log_probs_.gradient_state || rows.count == head_.rows;
+    const OptionalTensor& lse = gradient_state ? gradient_state : log_probs_.gradient_state;
     const OptionalTensor rows_lse = all_rows_saved ? lse : OptionalTensor(allocate(head_.scope, {2, rows.count}, head_.acc, target));
     op.row.lse = rows_lse ? rows_lse->data_ptr() : nullptr;
     cross_entropy_in_chunks(op, head_.scope);
@@ -110,21 +110,21 @@ class CrossEntropyLoss {
     void merge(int64_t chunks) const {
       const Head& head = loss_.head_;
       cross_entropy_merge({results_, chunks, statistics_.data_ptr(), best_classes(), head.acc, token()}, head.scope);
-      if (owns_state_ && loss_.tokens_.gradient_state) loss_.keep(gradient_state_, rows_);
+      if (owns_state_ && loss_.log_probs_.gradient_state) loss_.keep(gradient_state_, rows_);
     }
     void gradient(Range classes, const MutableRows& logits) const {
       CrossEntropyBackward args = backward_args(loss_.row_args(rows_, in_vocabulary(classes), logits, counts_), gradient_state_, logits);
       args.classes = vocabulary_range(classes);
       args.token = token();
       args.gradient_scale = loss_.gradient_scale;
-      if (const OptionalTensor& mix = loss_.tokens_.mix) args.mix = at(mix->data_ptr(), 4 * rows_.first, loss_.head_.acc);
+      if (const OptionalTensor& mix = loss_.log_probs_.mix) args.mix = at(mix->data_ptr(), 4 * rows_.first, loss_.head_.acc);
       cross_entropy_backward(args, loss_.head_.scope);
     }
 
    private:
     Range in_vocabulary(Range classes) const { return {loss_.shard_.first + classes.first, classes.count}; }
     Classes vocabulary_range(Range classes) const { return {in_vocabulary(classes).first, loss_.shard_.all}; }
-    bool moments() const { return loss_.tokens_.moments || results_.moments(); }
+    bool moments() const { return loss_.log_probs_.moments || results_.moments(); }
     int64_t slots() const { return CrossEntropyStatistics::slot_count(moments()); }
     int64_t* best_classes() const { return best_class_.numel() ? static_cast<int64_t*>(best_class_.data_ptr()) : nullptr; }
     void* token() const { return loss_.options.token_scaling ? at(gradient_state_.data_ptr(), 2 * rows_.count, loss_.head_.acc) : nullptr; }
@@ -137,14 +137,14 @@ class CrossEntropyLoss {
     bool owns_state_;  // gradient_state_ was allocated here by a forward, for these rows alone
   };
 
-  // Replaces the stored gradient of all rows' logits of some classes by the gradient with Tokens::mix. There must be no softcap.
+  // Replaces the stored gradient of all rows' logits of some classes by the gradient with LogProbs::mix. There must be no softcap.
   void mix_stored(Range classes, const MutableRows& gradient, const Tensor& counts) const {
     const Range in_vocabulary{shard_.first + classes.first, classes.count};
-    CrossEntropyBackward args = backward_args(row_args(head_.all_rows(), in_vocabulary, gradient, counts), *tokens_.mix, gradient);
+    CrossEntropyBackward args = backward_args(row_args(head_.all_rows(), in_vocabulary, gradient, counts), *log_probs_.mix, gradient);
     args.lse = nullptr;
     args.classes = {in_vocabulary.first, shard_.all};
     args.gradient_scale = gradient_scale;
-    args.mix = tokens_.mix->data_ptr();
+    args.mix = log_probs_.mix->data_ptr();
     args.stored = true;
     cross_entropy_backward(args, head_.scope);
   }
@@ -158,11 +158,11 @@ class CrossEntropyLoss {
  private:
   // Returns whether losses need statistics: the kernels for whole rows have no temperatures, no logit_scale and no moments.
   bool by_statistics(const LossRows* results) const {
-    return tokens_.temperature || options.logit_scale != 1 || (results && results->arguments.wants_moments());
+    return log_probs_.temperature || options.logit_scale != 1 || (results && results->arguments.wants_moments());
   }
-  // Copies the log-sum-exps of a chunk's rows into Tokens::gradient_state.
+  // Copies the log-sum-exps of a chunk's rows into LogProbs::gradient_state.
   void keep(const Tensor& rows_lse, Range rows) const {
-    copy_values(head_, 2, rows.count, rows_lse.data_ptr(), rows.count, at(tokens_.gradient_state->data_ptr(), rows.first, head_.acc),
+    copy_values(head_, 2, rows.count, rows_lse.data_ptr(), rows.count, at(log_probs_.gradient_state->data_ptr(), rows.first, head_.acc),
                 head_.rows);
   }
   // classes: numbered in the whole vocabulary.
@@ -176,14 +176,14 @@ class CrossEntropyLoss {
     args.class_weight = as_vector(class_weight);
     args.class_weight.data = at(args.class_weight.data, classes.first, head_.acc);
     args.counts = counts.data_ptr();
-    if (tokens_.temperature) args.temperature = at(tokens_.temperature->data_ptr(), rows.first, head_.acc);
+    if (log_probs_.temperature) args.temperature = at(log_probs_.temperature->data_ptr(), rows.first, head_.acc);
     args.options = options;
     args.op = "fused_linear_cross_entropy";
     return args;
   }
 
   const Head& head_;
-  const Tokens tokens_;
+  const LogProbs log_probs_;
   const Classes shard_;
 };
 

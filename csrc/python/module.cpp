@@ -116,7 +116,7 @@ void bind_knobs(py::module_& m) {
 // The integer template arguments of an instance.
 std::vector<int> arguments(const Instance& kernel_instance) {
   std::vector<int> all;
-  for (const int one : {kernel_instance.vec, kernel_instance.k, kernel_instance.threads})
+  for (const int one : {kernel_instance.vec, kernel_instance.k, kernel_instance.row_layout})
     if (one != none) all.push_back(one);
   return all;
 }

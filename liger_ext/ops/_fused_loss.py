@@ -25,7 +25,7 @@ from liger_ext.ops._checks import (
     shape_text,
 )
 from liger_ext.ops._fused_linear_op import USER_RESULTS, autocast_dtype, call_op
-from liger_ext.ops._loss_arguments import FLOATS, Call, matmul_dtype, with_defaults, without_data
+from liger_ext.ops._loss_arguments import FLOATS, FusedLossCall, matmul_dtype, with_defaults, without_data
 from liger_ext.ops._loss_devices import device_index
 from liger_ext.ops._loss_plan import Plan, plan
 from liger_ext.ops._sharded_vocabulary import is_dtensor, local_tensors, sharded_loss
@@ -124,7 +124,9 @@ def fused_loss(
         if weight.dim() == 2 and weight.shape[0] > 0:  # the op raises an error for other weights
             # No overlaid plan in a graph: it would overwrite a result of another op.
             overlays = not torch.compiler.is_compiling()
-            chosen = plan(Call(without_data(values), device_index(x.device), overlays, all_rows, copies=copies), memory)
+            chosen = plan(
+                FusedLossCall(without_data(values), device_index(x.device), overlays, all_rows, copies=copies), memory
+            )
         values["gradients"], values["chunk_rows"], values["chunk_classes"] = chosen
         outputs = call_op(*values.values())
     if listed is not None:

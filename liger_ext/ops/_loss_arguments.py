@@ -112,7 +112,7 @@ def without_data(values: dict[str, Any]) -> LossArguments:
     return LossArguments(*found.values())  # torch 2.11 breaks no graph with the result of _make
 
 
-class Call(NamedTuple):
+class FusedLossCall(NamedTuple):
     """A call of the op, without data, and facts about the code around it on which the plan depends, too.
 
     ``arguments``: from ``without_data``; sizes may be symbolic. ``device``: from ``device_index``.
@@ -130,18 +130,18 @@ class Call(NamedTuple):
     free: int = 0
 
     @classmethod
-    def uniform(cls, rows, hidden, vocab, dtype, device, reduction="mean", **options) -> Call:
+    def uniform(cls, rows, hidden, vocab, dtype, device, reduction="mean", **options) -> FusedLossCall:
         """Returns a call that computes dx and dweight, for x and weight of one dtype. ``options``: further arguments of
         the op, or others in place of these. A dtype stands for a tensor."""
         values = {"x": dtype, "weight": dtype, "target": torch.int64, "reduction": REDUCTIONS[reduction]}
         values |= {"need_dx": True, "need_dweight": True, **options}
         return cls(LossArguments(**values).with_sizes(rows=rows, hidden=hidden, vocab=vocab), device)
 
-    def replaced(self, **arguments: object) -> Call:
+    def replaced(self, **arguments: object) -> FusedLossCall:
         """Returns the call with other arguments of the op."""
         return self._replace(arguments=self.arguments._replace(**arguments))
 
-    def resized(self, **sizes: int) -> Call:
+    def resized(self, **sizes: int) -> FusedLossCall:
         sizes = {"rows": self.rows, "hidden": self.hidden, "vocab": self.vocab, **sizes}
         return self._replace(arguments=self.arguments.with_sizes(**sizes))
 

@@ -20,7 +20,7 @@ import torch
 from liger_ext import _C
 from liger_ext.ops._checks import REDUCTIONS, accumulator, condition_holds
 from liger_ext.ops._compile import assume_constant_result
-from liger_ext.ops._loss_arguments import Call, LossArguments
+from liger_ext.ops._loss_arguments import FusedLossCall, LossArguments
 from liger_ext.ops._loss_devices import DEVICES, Device
 
 LEVELS = ("fast", "auto", "low", "min")
@@ -41,7 +41,7 @@ _PER_ROW, _ONCE = 64, 1 << 18  # allowances, in bytes, for allocations in Python
 
 
 class Level(str):
-    """A level of ``memory`` for a call with ``free`` bytes (``Call.free``)."""
+    """A level of ``memory`` for a call with ``free`` bytes (``FusedLossCall.free``)."""
 
     free: int
 
@@ -51,7 +51,7 @@ class Level(str):
         return level
 
 
-def device(call: Call) -> Device:
+def device(call: FusedLossCall) -> Device:
     return DEVICES[call.device]
 
 
@@ -75,7 +75,7 @@ class Choice(NamedTuple):
     recomputes: bool
 
 
-def plan(call: Call, memory: str | int | Plan) -> Plan:
+def plan(call: FusedLossCall, memory: str | int | Plan) -> Plan:
     """Returns the plan of a call at a level of ``memory`` (one of ``LEVELS``), or within a number of bytes.
 
     While a graph is compiled, a level's chunks do not depend on the number of rows, so that a graph serves many sizes.
@@ -98,7 +98,7 @@ def plan(call: Call, memory: str | int | Plan) -> Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(call: Call, memory: str | int) -> Choice:
+def choose(call: FusedLossCall, memory: str | int) -> Choice:
     """Returns the choice for a call whose number of rows is known."""
     found = front(call)
     if isinstance(memory, str):
@@ -112,7 +112,7 @@ def choose(call: Call, memory: str | int) -> Choice:
     return fitting[-1]
 
 
-def _at_level(found: list[Choice], level: str, call: Call) -> Choice:
+def _at_level(found: list[Choice], level: str, call: FusedLossCall) -> Choice:
     """Returns the choice of a level. ``"min"``: the least memory. The other levels take at most an eighth of a GPU's
     memory in addition to the gradients, if a plan fits. ``"fast"``: the least memory of the plans whose time is at most
     1 % above the least time. ``"auto"``: the same for 4 %, among plans that run no matmul twice. ``"low"``: the same
@@ -137,7 +137,7 @@ def _least_memory(found: list[Choice], times: float) -> Choice:
 
 
 @functools.lru_cache(maxsize=4096)
-def front(call: Call) -> list[Choice]:
+def front(call: FusedLossCall) -> list[Choice]:
     """Returns the candidates that no other beats in memory and time, from the least memory to the least time. None
     takes more than four times the least time."""
     choices = costs(call, candidates(call))
@@ -150,7 +150,7 @@ def front(call: Call) -> list[Choice]:
     return found
 
 
-def costs(call: Call, plans: list[Plan]) -> list[Choice]:
+def costs(call: FusedLossCall, plans: list[Plan]) -> list[Choice]:
     """Computes the memory of each plan and estimates its time."""
     arguments = call.arguments
     needed = max(call.rows, 1) * call.hidden * call.vocab * (1 + arguments.need_dx + arguments.need_dweight)
@@ -161,7 +161,7 @@ def costs(call: Call, plans: list[Plan]) -> list[Choice]:
     ]
 
 
-def _with_python(call: Call, traced: int) -> int:
+def _with_python(call: FusedLossCall, traced: int) -> int:
     """Returns the peak bytes of a call: those of the trace, and Python's allocations. With gathered rows Python copies
     the rows of x before the op, and their gradient into the gradient of x after it."""
     row = call.hidden * call.arguments.x.dtype.itemsize
@@ -171,14 +171,14 @@ def _with_python(call: Call, traced: int) -> int:
     return max(traced + gathered, _results(call) + all_rows_gradient) + beside
 
 
-def _results(call: Call) -> int:
+def _results(call: FusedLossCall) -> int:
     """Returns the bytes of the gradients of rows, weight and bias."""
     x, weight, bias = call.arguments.x, call.arguments.weight, call.arguments.bias
     needed = (call.arguments.need_dx, x), (call.arguments.need_dweight, weight), (call.arguments.need_dbias, bias)
     return sum(math.prod(t.shape) * t.dtype.itemsize for need, t in needed if need)
 
 
-def candidates(call: Call) -> list[Plan]:
+def candidates(call: FusedLossCall) -> list[Plan]:
     """Lists plans: chunks of rows; the gradient of all logits, or of some classes, in dweight's memory; chunks of rows
     and classes."""
     rows, vocab = max(call.rows, 1), call.vocab
@@ -202,7 +202,7 @@ def candidates(call: Call) -> list[Plan]:
     return plans
 
 
-def _can_use(call: Call, plan: Plan) -> bool:
+def _can_use(call: FusedLossCall, plan: Plan) -> bool:
     """Whether a call can use a plan that ``in_chunks`` does not return: overlaid, or deferred with wide logits."""
     if plan.gradients == _OVERLAID:
         return can_overlay(call)
@@ -212,7 +212,7 @@ def _can_use(call: Call, plan: Plan) -> bool:
     return at_once.gradients == _DEFERRED and plan.classes >= call.vocab
 
 
-def can_overlay(call: Call) -> bool:
+def can_overlay(call: FusedLossCall) -> bool:
     """Whether the gradient of the logits may be stored in dweight's memory. A matmul must be able to write dweight's
     dtype."""
     weight = call.arguments.weight.dtype
@@ -220,7 +220,7 @@ def can_overlay(call: Call) -> bool:
     return call.overlays and call.arguments.need_dweight and writable and call.rows * call.hidden > 0
 
 
-def in_chunks(call: Call, rows: int, classes: int) -> Plan:
+def in_chunks(call: FusedLossCall, rows: int, classes: int) -> Plan:
     # If a graph is compiled and the number of chunks is unknown, `at_once` is False: sums over chunks are correct for
     # any number.
     at_once = condition_holds(call.rows <= rows) and condition_holds(call.vocab <= classes)
@@ -244,7 +244,7 @@ def check_memory(memory: object) -> None:
 # Plans that only cut rows into chunks ------------------------------------------------------------------------------
 
 
-def chunk_rows(call: Call, level: str, at_once: bool = True) -> int:
+def chunk_rows(call: FusedLossCall, level: str, at_once: bool = True) -> int:
     """Returns the number of rows of logits that may exist at a time at a level, for code without an overlaid plan; at
     least the rows of 64 MiB. at_once: whether one chunk may have all rows."""
     if level == SMALLEST:
@@ -253,12 +253,12 @@ def chunk_rows(call: Call, level: str, at_once: bool = True) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _chunk_rows(call: Call, level: str, at_once: bool) -> int:
+def _chunk_rows(call: FusedLossCall, level: str, at_once: bool) -> int:
     found = [c for c in front(call) if c.plan.classes >= call.vocab and (at_once or c.plan.rows < call.rows)]
     return _at_level(found, level, call).plan.rows if found else max(call.rows, 1)
 
 
-def head_chunk_rows(call: Call, memory: str | int | Plan) -> int:
+def head_chunk_rows(call: FusedLossCall, memory: str | int | Plan) -> int:
     """Returns the number of rows of logits that may exist at a time for a head module that is called for its logits.
     Its parameters are its own (LoRA, quantised weights), so the plan is that of a frozen head. ``"min"`` equals
     ``"low"``: smaller chunks would save less memory than the head's other tensors take."""
@@ -271,7 +271,7 @@ def head_chunk_rows(call: Call, memory: str | int | Plan) -> int:
     return _C.equal_chunks(call.rows, _rows_within(call, int(memory) - 2 * _dx_bytes(call)))
 
 
-def shard_rows(call: Call, memory: str | int | Plan) -> int:
+def shard_rows(call: FusedLossCall, memory: str | int | Plan) -> int:
     """Returns the number of rows of logits that may exist at a time if the vocabulary is sharded over processes.
 
     ``call.vocab`` is the size of the largest shard. If all rows exist at once and the logits are not wide, their
@@ -288,21 +288,21 @@ def shard_rows(call: Call, memory: str | int | Plan) -> int:
     return _rows_within(call, int(memory) - taken - 3 * _dx_bytes(call))
 
 
-def _dx_bytes(call: Call) -> int:
+def _dx_bytes(call: FusedLossCall) -> int:
     return call.rows * call.hidden * call.compute.itemsize if call.arguments.need_dx else 0
 
 
-def _rows_within(call: Call, logits_bytes: int) -> int:
+def _rows_within(call: FusedLossCall, logits_bytes: int) -> int:
     return max(logits_bytes // _row_bytes(call) // 128 * 128, _LEAST_ROWS)
 
 
-def _row_bytes(call: Call) -> int:
+def _row_bytes(call: FusedLossCall) -> int:
     gradient = call.arguments.need_dx or call.arguments.need_dweight or call.arguments.need_dbias
     wide = call.wide_logits * torch.float32.itemsize
     return padded_vocab(call.vocab) * (wide + (call.compute.itemsize if gradient or not wide else 0))
 
 
-def _graph_rows(call: Call, memory: str | int) -> int:
+def _graph_rows(call: FusedLossCall, memory: str | int) -> int:
     """Returns the number of rows of logits that may exist at a time in a graph of torch.compile.
 
     The graph may serve any number of rows, and its backward allocates dweight beside the sum over chunks. A level takes
@@ -327,9 +327,9 @@ def _graph_rows(call: Call, memory: str | int) -> int:
     return _rows_within(call, memory - others)
 
 
-def _call_in_graph(device: int, hidden: int, vocab: int, *arguments: Any) -> Call:
+def _call_in_graph(device: int, hidden: int, vocab: int, *arguments: Any) -> FusedLossCall:
     sizes = {"rows": _GRAPH_ROWS, "hidden": hidden, "vocab": vocab}
-    return Call(LossArguments(*arguments).with_sizes(**sizes), device, overlays=False)
+    return FusedLossCall(LossArguments(*arguments).with_sizes(**sizes), device, overlays=False)
 
 
 @assume_constant_result

@@ -30,7 +30,7 @@ from liger_ext.ops._fused_linear_op import (
     recomputed_rows,
     scale_gradient,
 )
-from liger_ext.ops._loss_arguments import NAMES, OPTIONS, Call, matmul_dtype, wide_logits, without_data
+from liger_ext.ops._loss_arguments import NAMES, OPTIONS, FusedLossCall, matmul_dtype, wide_logits, without_data
 from liger_ext.ops._loss_devices import device_index
 from liger_ext.ops._loss_plan import Plan, padded_vocab, shard_rows
 from liger_ext.ops._register import register_without_derivative
@@ -40,7 +40,9 @@ _OP = "fused_linear_cross_entropy"
 _MAXIMUM, _BEST = int(_C.VocabularyStatistics.maximum), int(_C.VocabularyStatistics.best)
 
 _ARGUMENTS = ("shard", *NAMES)
-_SAVED = ("x", "weight", "target", "bias", "ce_weight", "temperature", "loss", "entropy", "counts", "kept", "saved")
+_SAVED = (
+    "x", "weight", "target", "bias", "ce_weight", "temperature", "loss", "entropy", "counts", "gradient_state", "saved",
+)  # fmt: skip
 
 _statistics_op = called_by_name(torch.ops.liger_ext.vocabulary_shard_statistics.default)
 _losses_op = called_by_name(torch.ops.liger_ext.vocabulary_shard_losses_.default)
@@ -170,7 +172,7 @@ class _ShardedLoss(torch.autograd.Function):
             raise ValueError(f"{_OP}: target is not the same in all processes, between which the vocabulary is sharded")
         gathered = {"logits": logits, "statistics": statistics.flatten(0, 1), "best_class": best.flatten(0, 1)}
         results = _losses_op(head | gathered)
-        values |= dict(zip((*USER_RESULTS, "counts", "kept"), results, strict=True)) | place
+        values |= dict(zip((*USER_RESULTS, "counts", "gradient_state"), results, strict=True)) | place
         differentiable = {"loss", "entropy"} if values["return_entropy"] else {"loss"}
         for name in differentiable:
             values[name].masked_fill_(different, torch.nan)
@@ -235,9 +237,9 @@ def sharded_loss(
     shard: Shard, values: dict[str, object], memory: str | int | Plan, all_rows: int, copies: int
 ) -> tuple[Tensor, ...]:
     """Returns the op's first seven results, as ``fused_loss`` does. ``values``: the op's arguments, of which the plan
-    has no effect; ``all_rows``, ``copies``: as in ``Call``."""
+    has no effect; ``all_rows``, ``copies``: as in ``FusedLossCall``."""
     device = device_index(values["x"].device)
-    call = Call(without_data(values), device, overlays=False, all_rows=all_rows, copies=copies)
+    call = FusedLossCall(without_data(values), device, overlays=False, all_rows=all_rows, copies=copies)
     values["chunk_rows"] = shard_rows(call.resized(vocab=max(1, *shard.sizes)), memory)
     return _ShardedLoss.apply(shard, *values.values())
 

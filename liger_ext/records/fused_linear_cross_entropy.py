@@ -14,7 +14,7 @@ from torch import Tensor
 
 from liger_ext import _C
 from liger_ext.ops._checks import accumulator
-from liger_ext.ops._loss_arguments import Call
+from liger_ext.ops._loss_arguments import FusedLossCall
 from liger_ext.ops._loss_devices import profile_index
 from liger_ext.ops._loss_plan import chunk_rows
 from liger_ext.records._record import InputFactory, Record, Roundings, Size
@@ -108,8 +108,8 @@ def _inputs(make: InputFactory, size: Size) -> dict[str, Any]:
     return tensors | {"target": make.targets(size.rows, size.cols)}
 
 
-def _call(size: Size, dtype: torch.dtype, profile: _C.DeviceProfile) -> Call:
-    return Call.uniform(size.rows, size.hidden, size.cols, dtype, profile_index(profile))
+def _call(size: Size, dtype: torch.dtype, profile: _C.DeviceProfile) -> FusedLossCall:
+    return FusedLossCall.uniform(size.rows, size.hidden, size.cols, dtype, profile_index(profile))
 
 
 def _as_tuned(size: Size, dtype: torch.dtype, profile: _C.DeviceProfile) -> tuple[Size, dict[str, int]]:

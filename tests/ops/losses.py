@@ -331,7 +331,7 @@ PLAN_MODELS = {
     "Backward": logit_tiles,
     "InPlace": logit_row,
     "InPlaceHeld": logit_row_held,
-    "InPlaceTokens": logit_row_held,
+    "InPlaceLogProbs": logit_row_held,
     "Statistics": logit_row,
     "Merge": one_each,
     "SumLosses": block_sum,

@@ -15,7 +15,7 @@ from liger_ext import functional
 from liger_ext.functional import CrossEntropyOutput
 from liger_ext.models.patching.calls import is_called_bare
 from liger_ext.ops._checks import accumulator
-from liger_ext.ops._loss_arguments import Call
+from liger_ext.ops._loss_arguments import FusedLossCall
 from liger_ext.ops._loss_devices import device_index
 from liger_ext.ops._loss_plan import head_chunk_rows
 
@@ -58,7 +58,9 @@ def rows_at_a_time(head: nn.Module, hidden_states: Tensor, memory: str | int | N
         return None
     rows, hidden = hidden_states.shape
     dtype, device = hidden_states.dtype, device_index(hidden_states.device)
-    chunk = head_chunk_rows(Call.uniform(rows, hidden, vocab, dtype, device), "auto" if memory is None else memory)
+    chunk = head_chunk_rows(
+        FusedLossCall.uniform(rows, hidden, vocab, dtype, device), "auto" if memory is None else memory
+    )
     return chunk if chunk < rows else None
 
 

@@ -90,9 +90,9 @@ struct AllClasses {
   }
 };
 
-template <class T, int N, int K> struct InPlaceTokens {
+template <class T, int N, int K> struct InPlaceLogProbs {
   using Args = HeldChunksArgs;
-  static constexpr int max_threads = launch::in_place_tokens.instance(N, K).max_threads;
+  static constexpr int max_threads = launch::in_place_log_probs.instance(N, K).max_threads;
 
   static LIGER_DEVICE void run(const Args& args) {
     const LogitRows& a = args.rows;
@@ -168,8 +168,8 @@ void log_probs_in_place(const CrossEntropyInChunks& op, const launch::Launch& co
   dispatch(op.row.logits.dtype, [&](auto tag) {
     using T = decltype(tag);
     if constexpr (sizeof(T) == 2)
-      with_instance<launch::in_place_tokens, fits<T>>(config,
-                                                      [&]<Instance I>() { launch<InPlaceTokens<T, I.vec, I.k>>(config, args, stream); });
+      with_instance<launch::in_place_log_probs, fits<T>>(
+          config, [&]<Instance I>() { launch<InPlaceLogProbs<T, I.vec, I.k>>(config, args, stream); });
   });
 }
 
