@@ -10,6 +10,7 @@ forward parameters, in the backward the upstream gradient have another dtype. ``
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,14 +45,11 @@ def _without_record(op: str, rows: int, cols: int, dtype: torch.dtype) -> Argume
 
 def _inputs(op: str, rows: int, cols: int, dtype: torch.dtype, facts: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of the public function."""
-    if op == "group_norm":
-        groups, channel = facts.get("groups", 1), facts.get("channel") or cols
-        channels = groups * cols // channel
-        parameters = {name: _meta(channels, dtype=dtype) for name in ("weight", "bias")}
-        return {"x": _meta(rows // groups, channels, channel, dtype=dtype), "num_groups": groups, **parameters}
     heads = facts.get("q_heads", 1), facts.get("k_heads", 1), facts.get("rotary_dim") or cols
     is_rope, hidden = any(RECORDS[op].llama.heads), facts.get("hidden", 1) if RECORDS[op].llama.hidden else 0
     size = Size(rows, cols, heads if is_rope else (0, 0, 0), hidden)
+    if op == "group_norm":
+        size = replace(size, hidden=facts.get("channel") or cols, batch=rows)
     inputs = RECORDS[op].inputs(InputFactory(dtype, "meta"), size)
     if is_rope and facts.get("interleaved"):
         inputs["layout"] = "interleaved"

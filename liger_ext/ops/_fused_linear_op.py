@@ -173,15 +173,22 @@ def scale_gradient(dloss: Tensor, temperature: Tensor | None, logit_scale: float
     return dloss * (logit_scale if temperature is None else logit_scale / temperature)
 
 
+def without_ignored(values: dict[str, Any], *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Returns upstream gradients of each row with zeros for ignored rows, whose NaN must not reach the sums over rows;
+    gradients of a loss that is a mean or a sum as they are."""
+    if values["reduction"] != REDUCTIONS["none"]:
+        return upstream
+    ignored = values["target"] == values["ignore_index"]
+    return tuple(d if d is None else torch.where(ignored, 0.0, d) for d in upstream)
+
+
 def _backward(ctx, saved, dloss, dentropy):
     if dloss is None and dentropy is None:
         return {}
     values = dict(zip(_FOR_BACKWARD, (*saved, *ctx.options), strict=True))
     values["mix"] = None
     weight, temperature, dweight = values["weight"], values["temperature"], values["dweight"]
-    if values["reduction"] == REDUCTIONS["none"]:  # a NaN in the gradient of an ignored row must not reach the sums
-        ignored = values["target"] == values["ignore_index"]
-        dloss, dentropy = (d if d is None else torch.where(ignored, 0.0, d) for d in (dloss, dentropy))
+    dloss, dentropy = without_ignored(values, dloss, dentropy)
     some = dentropy if dloss is None else dloss
     batched = torch._C._functorch.is_legacy_batchedtensor(some)  # torch.autograd.grad(is_grads_batched=True)
     in_place = ctx.overwrites_dweight and not batched and not _get_current_graph_task_keep_graph()

@@ -20,7 +20,7 @@ from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from liger_ext import _C
-from liger_ext.ops._checks import REDUCTIONS, accumulator, require, shape_text
+from liger_ext.ops._checks import accumulator, require, shape_text
 from liger_ext.ops._compile import disabled_in_graphs, flop_formula
 from liger_ext.ops._fused_linear_op import (
     USER_RESULTS,
@@ -29,6 +29,7 @@ from liger_ext.ops._fused_linear_op import (
     is_private,
     recomputed_rows,
     scale_gradient,
+    without_ignored,
 )
 from liger_ext.ops._loss_arguments import NAMES, OPTIONS, FusedLossCall, matmul_dtype, wide_logits, without_data
 from liger_ext.ops._loss_devices import device_index
@@ -194,9 +195,7 @@ class _ShardedLoss(torch.autograd.Function):
             return (None,) * len(_ARGUMENTS)
         values = {**ctx.options, **dict(zip(_SAVED, ctx.saved_tensors, strict=True))}
         x, weight, bias = values["x"], values["weight"], values["bias"]
-        if values["reduction"] == REDUCTIONS["none"]:  # a NaN in the gradient of an ignored row must not reach the sums
-            ignored = values["target"] == values["ignore_index"]
-            dloss, dentropy = (d if d is None else torch.where(ignored, 0.0, d) for d in (dloss, dentropy))
+        dloss, dentropy = without_ignored(values, dloss, dentropy)
         mix, stored = None, ctx.stores_logits
         if dentropy is not None:
             dloss, mix = combine_gradients(dloss, dentropy, values["loss"], values["entropy"])

@@ -76,6 +76,9 @@ for _by, _change in (("student", _masked(3, 0)), ("teacher", _masked(0, 3))):
 for _layout in ("offset", "padded"):
     KERNEL_CASES += kernel_cases("jsd", (3, 1000), layout=_layout, options=_UNLABELLED)
     KERNEL_CASES += kernel_cases("jsd", (3, 40), layout=_layout, moved=("log_p",))
+EXACT = []
+for _beta in BETAS:
+    EXACT += kernel_cases("jsd", (512, 1000), (512, 16_000), options=_UNLABELLED | {"beta": _beta})
 
 
 def jsd(draw: Draw) -> Call:
