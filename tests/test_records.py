@@ -4,12 +4,14 @@ parts raises an error."""
 
 import dataclasses
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from liger_ext import _C, functional, records
+from liger_ext.ops import _loss_devices
 from liger_ext.records import RECORDS, InputFactory, Record
 
 ROOT = Path(__file__).parents[1]
@@ -62,6 +64,17 @@ def test_what_it_costs(record):
     for size in (record.llama, *(size for timed in record.timed for size in (*timed.sizes, *timed.small))):
         assert min(record.moved(size, 2)) > 0 and record.moved(size, 4) > record.moved(size, 2)
         assert record.plans(_C.profile("H200"), size, torch.bfloat16)
+
+
+def test_plans_of_other_threads_and_modes():
+    """A thread that plans for a GPU changes no plan of another thread; nor does a mode of autograd."""
+    h100, fused = _C.profile("H100"), RECORDS["fused_linear_cross_entropy"]
+    expected = [str(launch.plan.grid) for launch in fused.plans(h100, fused.llama, torch.bfloat16)]
+    cpu = _loss_devices.device_index(torch.device("cpu"))
+    with _loss_devices.planned_for(h100), ThreadPoolExecutor() as pool:
+        assert pool.submit(_loss_devices.device_index, torch.device("cpu")).result() == cpu
+    with torch.no_grad():
+        assert [str(launch.plan.grid) for launch in fused.plans(h100, fused.llama, torch.bfloat16)] == expected
 
 
 PARTS = [field.name for field in dataclasses.fields(Record) if field.default is dataclasses.MISSING]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -27,24 +28,25 @@ class Device(NamedTuple):
 DEVICES: list[Device] = []
 
 
-_planned: list[int] = []
+_planned: dict[int, int] = {}  # by thread: the index of the device for which its calls are planned
 
 
 @contextlib.contextmanager
 def planned_for(profile: _C.DeviceProfile) -> Iterator[None]:
-    """Chooses the plans of calls with tensors on any device, such as meta, for a GPU of this profile."""
-    _planned.append(profile_index(profile))
+    """Chooses the plans of this thread's calls, with tensors on any device, such as meta, for a GPU of this profile."""
+    thread = threading.get_ident()
+    _planned[thread] = profile_index(profile)
     try:
         yield
     finally:
-        _planned.pop()
+        del _planned[thread]
 
 
 @assume_constant_result
 def device_index(device: torch.device) -> int:
     """Returns the index of the device of a tensor."""
-    if _planned:
-        return _planned[-1]
+    if _planned and (index := _planned.get(threading.get_ident())) is not None:
+        return index
     return _gpu(device.index) if device.type == "cuda" else profile_index(None)
 
 

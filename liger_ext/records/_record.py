@@ -187,7 +187,7 @@ class Record:
         for name_of_input in frozen:
             inputs[name_of_input].requires_grad_(False)
         leaves = [v for v in inputs.values() if isinstance(v, Tensor) and v.requires_grad]
-        with planned_for(profile), OpCalls() as calls:
+        with torch.inference_mode(False), torch.enable_grad(), planned_for(profile), OpCalls() as calls:
             results = self.run(**inputs)
             outputs = [t for t in (results if isinstance(results, tuple) else (results,)) if t is not None]
             outputs = [t for t in outputs if t.requires_grad]
