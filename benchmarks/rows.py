@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from liger_ext._timing import Timing, backward_call, failure_text, forward_call, side_stream
-from liger_ext.records import RECORDS, InputFactory, Record, Size, Timed
+from liger_ext.records import RECORDS, InputFactory, Record, Size, Timed, other_dtype
 
 from . import suite
 from .ops import functions
@@ -59,9 +59,8 @@ def cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
 
 def _inputs(record: Record, timed: Timed, size: Size, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, ...]:
     arguments = record.inputs(InputFactory(dtype, device, torch.Generator(device).manual_seed(0), ignored=0), size)
-    other = torch.bfloat16 if dtype == torch.float32 else torch.float32
     for name in timed.other_dtype:
-        arguments[name] = arguments[name].detach().to(other).requires_grad_()
+        arguments[name] = arguments[name].detach().to(other_dtype(dtype)).requires_grad_()
     for name in timed.frozen:
         arguments[name].requires_grad_(False)
     return tuple(arguments.values())

@@ -62,10 +62,14 @@ ROWS = [
 ]
 
 
+def judge_case(case):
+    judge(case.op, kernel_cases.with_gradients(case, case.inputs()))
+
+
 def run(op, rows, cols, dtype, *, hidden=0, layout="", other_dtype=(), **options):
     """Judges a call with the inputs of the op's record. ``hidden``: of a fused loss."""
     case = Case(op, Size(rows, cols, hidden=hidden), dtype, options=options, layout=layout, other_dtype=other_dtype)
-    judge(op, kernel_cases.with_gradients(case, case.inputs()))
+    judge_case(case)
 
 
 loss = functools.partial(run, "cross_entropy")
@@ -74,7 +78,7 @@ fused_loss = functools.partial(run, "fused_linear_cross_entropy", hidden=8)
 
 @pytest.mark.parametrize("case", [slow_if(not case.quick, case) for case in kernel_cases.cases()], ids=str)
 def test_kernel_cases(case):
-    judge(case.op, kernel_cases.with_gradients(case, case.inputs()))
+    judge_case(case)
 
 
 @dtypes

@@ -15,7 +15,7 @@ import torch
 from cases import laid_out, normal
 from torch import Tensor
 
-from liger_ext.records import RECORDS, InputFactory, Size
+from liger_ext.records import RECORDS, InputFactory, Size, other_dtype
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -62,7 +62,7 @@ class Case:
         if self.change:
             self.change(found)
         for name in self.other_dtype:
-            found[name] = found[name].to(torch.bfloat16 if self.dtype == torch.float32 else torch.float32)
+            found[name] = found[name].to(other_dtype(self.dtype))
         dims = next(iter(found.values())).dim()
         moved = self.moved or [n for n, t in found.items() if isinstance(t, Tensor) and t.dim() == dims]
         for name in moved if self.layout else ():

@@ -19,7 +19,7 @@ from liger_ext import _C, functional
 from liger_ext._op_calls import OpCalls, without_data
 from liger_ext.ops._loss_plan import Plan
 from liger_ext.ops._schema import argument_names
-from liger_ext.records import RECORDS, InputFactory, Size
+from liger_ext.records import RECORDS, InputFactory, Size, other_dtype
 
 WITHOUT_RECORD = ("dequantize_4bit", "seeded_dropout", "stream_copy")
 OPS = sorted(
@@ -100,7 +100,7 @@ def _changed(op: str, arguments: Arguments, cols: int, facts: dict[str, Any]) ->
             shape, dtype, strides, offset = value
             other = ("weight", "bias") if not backward else () if "group" in op else ("dy",)
             if facts.get("mixed") and "norm" in op and name in other:
-                dtype = torch.float32 if dtype != torch.float32 else torch.bfloat16
+                dtype = other_dtype(dtype)
             if not facts.get("contiguous", True) and name in _MATRICES and len(shape) == 2:
                 strides = (shape[1] + 64, 1)
             if not facts.get("aligned", True) and name in (*_MATRICES, *_OTHERS) and op != "stream_copy":

@@ -81,7 +81,6 @@ def fused_loss(
         shard, x, weight, target, bias, ce_weight, temperature = local_tensors(
             op, process_group, x, weight, target, bias=bias, ce_weight=ce_weight, temperature=temperature
         )
-        memory = "fast" if memory == "auto" else memory
     flat = x if x.dim() == 2 else x.reshape(target.numel(), x.shape[-1])
     targets = class_targets(target if target.dim() == 1 else target.reshape(-1))
     listed = None

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -28,24 +28,24 @@ class Device(NamedTuple):
 DEVICES: list[Device] = []
 
 
-_planned: dict[int, int] = {}  # by thread: the index of the device for which its calls are planned
+# The index of the device for which the calls of this thread are planned.
+_planned: ContextVar[int | None] = ContextVar("_planned", default=None)
 
 
 @contextlib.contextmanager
 def planned_for(profile: _C.DeviceProfile) -> Iterator[None]:
     """Chooses the plans of this thread's calls, with tensors on any device, such as meta, for a GPU of this profile."""
-    thread = threading.get_ident()
-    _planned[thread] = profile_index(profile)
+    before = _planned.set(profile_index(profile))
     try:
         yield
     finally:
-        del _planned[thread]
+        _planned.reset(before)
 
 
 @assume_constant_result
 def device_index(device: torch.device) -> int:
     """Returns the index of the device of a tensor."""
-    if _planned and (index := _planned.get(threading.get_ident())) is not None:
+    if (index := _planned.get()) is not None:
         return index
     return _gpu(device.index) if device.type == "cuda" else profile_index(None)
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from liger_ext.records._record import InputFactory, Record, Roundings, Size, Timed
+from liger_ext.records._record import InputFactory, Record, Roundings, Size, Timed, other_dtype
 
-__all__ = ["RECORDS", "InputFactory", "Record", "Roundings", "Size", "Timed"]
+__all__ = ["RECORDS", "InputFactory", "Record", "Roundings", "Size", "Timed", "other_dtype"]
 
 
 def _found() -> dict[str, Record]:

@@ -108,6 +108,11 @@ class InputFactory:
         return {name: f(angle).to(self.device, self.dtype) for name, f in (("cos", torch.cos), ("sin", torch.sin))}
 
 
+def other_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of ``Timed.other_dtype`` beside inputs in ``dtype``."""
+    return torch.bfloat16 if dtype == torch.float32 else torch.float32
+
+
 @dataclass(frozen=True)
 class Timed:
     """A benchmark of an op, whose function is called with ``options`` and computes no gradients of ``frozen`` inputs.
