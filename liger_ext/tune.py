@@ -271,10 +271,10 @@ def run(arguments: argparse.Namespace) -> int:
         shapes = arguments.shapes or [()]
         cases = [tuned_case(op, profile, *shape) for op in arguments.ops or OPS for shape in shapes]
         todo = list(jobs(cases, profile, arguments.dtype))
-    except ValueError as error:  # a shape is too large for any launch on this GPU
+    except ValueError as error:  # an op has no kernel or no launch for a shape
         if not arguments.shapes:
             raise
-        arguments.parser.error(f"--shapes: {error}")
+        arguments.parser.error(f"--shapes: {error}; --ops selects the ops to tune")
     if arguments.dry_run:
         list_candidates(todo, profile)
         return 0

@@ -166,7 +166,10 @@ def test_fewer_bytes_than_it_can_do_with(device):
 @pytest.mark.parametrize(
     ("option", "values"),
     [
-        *((option, (0.1, 0.2, 0.3)) for option in ("label_smoothing", "lse_square_scale", "softcap", "temperature")),
+        *(
+            (name, (0.1, 0.2, np.float64(0.3)))
+            for name in ("label_smoothing", "lse_square_scale", "softcap", "temperature")
+        ),
         ("return_z_loss", (True, np.True_, np.int64(1), torch.tensor(True), torch.tensor(True))),
         ("x", [torch.ones(3, length, 16)[:, -1] for length in (4, 5, 6)]),
     ],

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from liger_ext import _C
+from liger_ext.records import RECORDS
 
 
 def small_device():
@@ -189,3 +190,17 @@ def test_plans_of_an_unknown_op_or_wrong_arguments():
         _C.plans("rms_norm", device, arguments[:4])
     with pytest.raises(ValueError, match=r"x has dtype torch\.float64, expected float32"):
         _C.plans("rms_norm", device, (((1, 8), torch.float64, (8, 1), 0), *arguments[1:]))
+    with pytest.raises(ValueError, match="a tensor has 2 sizes and 1 strides"):
+        _C.plans("rms_norm", device, (((1, 8), torch.bfloat16, (8,), 0), *arguments[1:]))
+    with pytest.raises(
+        ValueError, match=r"argument 0 is \(1, 8\), expected None, .* or \(shape, dtype, strides, offset\)"
+    ):
+        _C.plans("rms_norm", device, ((1, 8), *arguments[1:]))
+
+
+def test_plans_of_a_record_refuse_unknown_names():
+    record, device = RECORDS["rms_norm"], _C.profile("T4")
+    with pytest.raises(ValueError, match="name is 'norm', expected rms_norm, rms_norm_backward or ''"):
+        record.plans(device, record.llama, torch.bfloat16, "norm")
+    with pytest.raises(ValueError, match="frozen has 'bias', expected names of tensors among x, weight"):
+        record.plans(device, record.llama, torch.bfloat16, frozen=("bias",))

@@ -34,10 +34,8 @@ def mode_code(op: str, argument: str, value: object, codes: Mapping[object, int]
 def condition_holds(condition: bool | torch.SymBool, guards: bool = True) -> bool:
     """Returns whether a condition on sizes holds. While a graph is traced it is False for sizes that are known at run
     time only; without ``guards``, also if the answer would add a guard to the graph."""
-    if isinstance(condition, Tensor):  # torch.jit.trace replaces sizes by tensors
-        return bool(condition)
-    if isinstance(condition, bool) and not torch.compiler.is_compiling():
-        return condition
+    if not isinstance(condition, torch.SymBool) and not torch.compiler.is_compiling():
+        return bool(condition)  # a tensor if torch.jit.trace replaced a size, numpy.bool for a NumPy option
     from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 
     return guard_or_false(condition) if guards else statically_known_true(condition)

@@ -96,6 +96,11 @@ class InputFactory:
         drawn = self._draw(torch.randn, shape)
         return drawn.mul_(scale).add_(mean).to(self.device, dtype or self.dtype).requires_grad_()
 
+    def computed(self, function: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
+        """Returns ``function(t)`` in the factory's dtype. On meta the function, which keeps the shape, is not called:
+        torch would import torch._dynamo, which takes seconds."""
+        return (t if t.is_meta else function(t)).to(self.device, self.dtype)
+
     def targets(self, rows: int, classes: int, ignore_index: int = -100) -> Tensor:
         """Returns random int64 targets, some of them ``ignore_index``."""
         drawn = self._draw(torch.randint, classes, (rows,))
@@ -104,8 +109,8 @@ class InputFactory:
         return drawn.to(self.device)
 
     def rope_tables(self, rows: int, rotary: int, batch: int = 1) -> dict[str, Tensor]:
-        angle = self._draw(torch.rand, (batch, rows, rotary)) * 6.28
-        return {name: f(angle).to(self.device, self.dtype) for name, f in (("cos", torch.cos), ("sin", torch.sin))}
+        angle = self._draw(torch.rand, (batch, rows, rotary)).mul_(6.28)
+        return {name: self.computed(f, angle) for name, f in (("cos", torch.cos), ("sin", torch.sin))}
 
 
 def other_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -125,6 +130,20 @@ class Timed:
     frozen: tuple[str, ...] = ()
     peers: bool = True  # other libraries' functions support these options, too
     other_dtype: tuple[str, ...] = ()  # inputs in float32, or in bfloat16 where the others are float32
+
+
+class _Loss(torch.autograd.Function):
+    """A scalar on the CPU whose gradients are contiguous tensors on meta. With gradients that the caller passes,
+    torch.autograd.grad would import sympy, which takes seconds."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
+        ctx.like = [(t.shape, t.dtype) for t in outputs]
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in ctx.like)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,16 +207,19 @@ class Record:
     ) -> list[_C.NamedLaunch]:
         """Returns the launches of a call with ``options`` of the function and without gradients of ``frozen`` inputs:
         those of forward and backward; or, with ``name``, those of the op or the backward of this name."""
+        backward = {"": (False, True), self.kernels: (False,), f"{self.kernels}_backward": (True,)}.get(name)
+        if backward is None:
+            raise ValueError(f"name is {name!r}, expected {self.kernels}, {self.kernels}_backward or ''")
         inputs = self.inputs(InputFactory(dtype, "meta"), size) | dict(options or {})
-        for name_of_input in frozen:
-            inputs[name_of_input].requires_grad_(False)
+        for frozen_name in frozen:
+            if not isinstance(inputs.get(frozen_name), Tensor):
+                raise ValueError(f"frozen has {frozen_name!r}, expected names of tensors among {', '.join(inputs)}")
+            inputs[frozen_name].requires_grad_(False)
         leaves = [v for v in inputs.values() if isinstance(v, Tensor) and v.requires_grad]
         with torch.inference_mode(False), torch.enable_grad(), planned_for(profile), OpCalls() as calls:
             results = self.run(**inputs)
             outputs = [t for t in (results if isinstance(results, tuple) else (results,)) if t is not None]
-            outputs = [t for t in outputs if t.requires_grad]
-            torch.autograd.grad(outputs, leaves, [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in outputs])
-        backward = {"": (False, True), self.kernels: (False,)}.get(name, (True,))
+            torch.autograd.grad(_Loss.apply(*(t for t in outputs if t.requires_grad)), leaves)
         return calls.launches(profile, knobs, lambda op: ("_backward" in op) in backward)
 
     def run(self, **arguments: Any) -> Any:

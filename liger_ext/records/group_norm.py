@@ -73,7 +73,7 @@ def _elements(size: Size) -> int:
 
 def _groups(size: Size) -> int:
     """Returns the groups of an image. There are ``size.batch`` images, or if it is 1, as many as have 32 groups."""
-    return size.rows // size.batch if size.batch > 1 else math.gcd(size.rows, 32)
+    return max(1, size.rows // size.batch) if size.batch > 1 else math.gcd(size.rows, 32)
 
 
 def _inputs(make: InputFactory, size: Size) -> dict[str, Any]:

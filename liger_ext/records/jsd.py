@@ -3,6 +3,7 @@ magnitudes of intermediate values (the scales of rounding errors), and the shape
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -109,7 +110,8 @@ def jsd_scales(inputs: Mapping[str, Any], outputs: Tensors, grads: Tensors) -> d
 
 def _inputs(make: InputFactory, size: Size) -> dict[str, Any]:
     student, teacher = (make.leaf(size.rows, size.cols, scale=2) for _ in range(2))
-    log_q, log_p = (torch.log_softmax(t.detach().float(), -1).to(make.dtype) for t in (student, teacher))
+    log_softmax = functools.partial(torch.log_softmax, dim=-1)
+    log_q, log_p = (make.computed(log_softmax, t.detach().float()) for t in (student, teacher))
     return {"log_q": log_q.requires_grad_(), "log_p": log_p, "shift_labels": make.targets(size.rows, size.cols)}
 
 

@@ -25,29 +25,38 @@ trace::ScalarType traced_type(const py::handle& dtype) {
   return trace::scalar_type(*known);
 }
 
+trace::Layout traced_layout(const py::tuple& value) {
+  if (py::len(value) == 4) {
+    const auto [shape, dtype, strides, offset] = value.cast<std::tuple<std::vector<int64_t>, py::object, std::vector<int64_t>, int64_t>>();
+    require(strides.size() == shape.size(), "a tensor has ", shape.size(), " sizes and ", strides.size(), " strides");
+    return {shape, strides, traced_type(dtype), offset};
+  }
+  const auto [shape, dtype, readable] = value.cast<std::tuple<std::vector<int64_t>, py::object, bool>>();
+  trace::Layout layout{shape, std::vector<int64_t>(shape.size()), traced_type(dtype)};  // strides of 0, which the op does not read
+  int64_t stride = 1;
+  for (size_t i = readable ? shape.size() : 0; i-- > 0; stride *= shape[i]) layout.strides[i] = stride;
+  return layout;
+}
+
+Argument traced_argument(const py::handle& value) {
+  if (value.is_none()) return {};
+  if (py::isinstance<py::bool_>(value)) return value.cast<bool>();
+  if (py::isinstance<py::int_>(value)) return value.cast<int64_t>();
+  if (py::isinstance<py::float_>(value)) return value.cast<double>();
+  if (py::isinstance<py::tuple>(value)) return traced_layout(py::reinterpret_borrow<py::tuple>(value));
+  return traced_type(value);
+}
+
 // The arguments of the op, each None, a bool, an int, a float, a dtype, or a tensor's (shape, dtype, readable), or (shape, dtype, strides,
 // bytes from an address that is a multiple of 16).
 std::vector<Argument> traced_arguments(const py::tuple& values) {
   std::vector<Argument> all;
-  for (const py::handle value : values) {
-    if (value.is_none()) all.emplace_back();
-    else if (py::isinstance<py::bool_>(value)) all.emplace_back(value.cast<bool>());
-    else if (py::isinstance<py::int_>(value)) all.emplace_back(value.cast<int64_t>());
-    else if (py::isinstance<py::float_>(value)) all.emplace_back(value.cast<double>());
-    else if (py::isinstance<py::tuple>(value)) {
-      if (py::len(value) == 4) {
-        const auto [shape, dtype, strides, offset] =
-            value.cast<std::tuple<std::vector<int64_t>, py::object, std::vector<int64_t>, int64_t>>();
-        all.push_back(trace::Layout{shape, strides, traced_type(dtype), offset});
-        continue;
-      }
-      const auto [shape, dtype, readable] = value.cast<std::tuple<std::vector<int64_t>, py::object, bool>>();
-      trace::Layout layout{shape, std::vector<int64_t>(shape.size()), traced_type(dtype)};  // strides of 0, which the op does not read
-      int64_t stride = 1;
-      for (size_t i = readable ? shape.size() : 0; i-- > 0; stride *= shape[i]) layout.strides[i] = stride;
-      all.push_back(std::move(layout));
-    } else all.emplace_back(traced_type(value));
-  }
+  for (const py::handle value : values) try {
+      all.push_back(traced_argument(value));
+    } catch (const py::cast_error&) {
+      throw std::invalid_argument("argument " + std::to_string(all.size()) + " is " + std::string(py::repr(value)) +
+                                  ", expected None, a bool, an int, a float, a dtype or (shape, dtype, strides, offset)");
+    }
   return all;
 }
 
@@ -63,8 +72,6 @@ std::vector<Costs> costs(const py::tuple& arguments, const std::vector<LossPlan>
       all.emplace_back(recorder.peak, recorder.seconds, forward, recorder.multiplications - forward);
     }
   } catch (const std::invalid_argument&) {
-    all.assign(plans.size(), Costs());
-  } catch (const py::cast_error&) {
     all.assign(plans.size(), Costs());
   }
   return all;
